@@ -1,36 +1,46 @@
-"""Builds the native modules: `_comm` (one-sided shared-memory path) and `_scheduler` (tile scheduler).
+"""Builds the native modules: `_comm`, the one-sided data path, and `_scheduler`, the tile scheduler.
 
-Only a C++20 compiler and the `nanobind` package are needed; nothing here depends on torch or CUDA.
+Only a C++20 compiler and the `nanobind` package are needed: nothing here uses torch or CUDA.
 """
 
-import os
+import sysconfig
 from pathlib import Path
 
 import nanobind
 from setuptools import Extension, setup
 
 NANOBIND = Path(nanobind.__file__).parent
+INCLUDE = [
+    str(NANOBIND / "include"),
+    str(NANOBIND / "ext" / "robin_map" / "include"),
+    sysconfig.get_path("include"),
+]
+FLAGS = ["-std=c++20", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing", "-pthread"]
+MODULES = {"_comm": "csrc/comm/module.cpp", "_scheduler": "csrc/cpu/scheduler_module.cpp"}
+
+# nanobind's own code, compiled once for all modules.
+runtime = {
+    "sources": ["csrc/nanobind.cpp"],
+    "include_dirs": [str(NANOBIND / "src"), *INCLUDE],
+    "cflags": FLAGS,
+}
 
 
-def native(name: str, sources: list[str]) -> Extension:
-    """One nanobind extension; nanobind's own sources are compiled in, as its documentation allows."""
+def native(name: str, source: str) -> Extension:
+    """One nanobind extension of the package."""
     return Extension(
         f"vllm_expertplex.{name}",
-        sources=[*sources, os.path.relpath(NANOBIND / "src" / "nb_combined.cpp")],
-        include_dirs=[
-            "csrc",
-            str(NANOBIND / "include"),
-            str(NANOBIND / "ext" / "robin_map" / "include"),
-        ],
-        depends=[str(p) for p in Path("csrc").rglob("*.h")],
-        extra_compile_args=[
-            "-std=c++20", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread",
-            "-fno-strict-aliasing",
-        ],
+        sources=[source],
+        include_dirs=["csrc", *INCLUDE],
+        libraries=["nanobind"],
+        depends=[str(header) for header in Path("csrc").rglob("*.h")],
+        extra_compile_args=[*FLAGS, "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],
         language="c++",
     )
 
 
-MODULES = {"_comm": "csrc/comm/module.cpp", "_scheduler": "csrc/cpu/scheduler_module.cpp"}
-setup(ext_modules=[native(name, [src]) for name, src in MODULES.items() if Path(src).exists()])
+setup(
+    libraries=[("nanobind", runtime)],
+    ext_modules=[native(name, source) for name, source in MODULES.items() if Path(source).exists()],
+)
