@@ -1,0 +1,189 @@
+// The attention side of the data path: dispatch (push), wait for done, combine (pull).
+//
+// Owns: which token rows go to which MoE server, and the fp32 sum of what comes back.
+// Must not know: what the MoE servers compute or when.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "comm/region.h"
+
+namespace expertplex {
+
+// Where every routed expert lives.
+struct Placement {
+  std::vector<int32_t> server, slot;
+};
+
+class AttentionEndpoint {
+ public:
+  AttentionEndpoint(const std::vector<std::string>& slot_paths,
+                    const std::vector<std::string>& board_paths, const Shape& shape,
+                    Placement placement, uint32_t phase, int64_t spin_ns)
+      : shape_(shape), placement_(std::move(placement)), phase_(phase), spin_ns_(spin_ns) {
+    if (slot_paths.size() != board_paths.size() || slot_paths.empty()) {
+      throw std::invalid_argument("one slot and one board per MoE server");
+    }
+    for (int32_t server : placement_.server) {
+      if (server < 0 || server >= static_cast<int32_t>(slot_paths.size())) {
+        throw std::invalid_argument("an expert is placed on MoE server " + std::to_string(server) +
+                                    " of " + std::to_string(slot_paths.size()));
+      }
+    }
+    for (size_t i = 0; i < slot_paths.size(); ++i) {
+      peers_.emplace_back(slot_paths[i], board_paths[i], shape);
+    }
+  }
+
+  AttentionEndpoint(const AttentionEndpoint&) = delete;
+  AttentionEndpoint& operator=(const AttentionEndpoint&) = delete;
+
+  // Pushes `tokens` rows of `x` ([tokens, hidden], contiguous) with their routing to every MoE
+  // server that holds one of their experts, then signals. `ids` and `weights` are [tokens, topk].
+  // A MoE server that gets no row is not woken and not waited for.
+  void dispatch(const char* x, const int32_t* ids, const float* weights, uint32_t tokens,
+                uint32_t layer) {
+    if (tokens > shape_.max_tokens) {
+      throw std::invalid_argument(std::to_string(tokens) + " tokens in one step, but the slots " +
+                                  "hold " + std::to_string(shape_.max_tokens) +
+                                  " (max_num_batched_tokens)");
+    }
+    if (in_flight_) throw std::logic_error("dispatch before combine of the previous operation");
+    const int64_t start = monotonic_ns();
+    const size_t row = size_t{shape_.hidden} * shape_.item;
+    const uint32_t topk = shape_.topk;
+    for (uint32_t t = 0; t < tokens; ++t) {
+      for (uint32_t k = 0; k < topk; ++k) {
+        const int32_t expert = ids[t * topk + k];
+        // vLLM pads routing with -1, which is nobody's expert.
+        if (expert < 0) continue;
+        if (expert >= static_cast<int32_t>(placement_.server.size())) {
+          drop();
+          throw std::out_of_range("routed to expert " + std::to_string(expert) + " of " +
+                                  std::to_string(placement_.server.size()));
+        }
+        Peer& peer = peers_[placement_.server[expert]];
+        if (peer.rows.empty() || peer.rows.back() != t) {
+          const size_t r = peer.rows.size();
+          std::memcpy(peer.slot.x() + r * row, x + t * row, row);
+          std::fill_n(peer.slot.ids() + r * topk, topk, -1);
+          std::fill_n(peer.slot.weights() + r * topk, topk, 0.0f);
+          peer.rows.push_back(t);
+        }
+        const size_t at = (peer.rows.size() - 1) * topk + k;
+        peer.slot.ids()[at] = placement_.slot[expert];
+        peer.slot.weights()[at] = weights[t * topk + k];
+      }
+    }
+    for (Peer& peer : peers_) {
+      if (peer.rows.empty()) continue;
+      SlotHeader& header = peer.slot.header();
+      header.layer = layer;
+      header.phase = phase_;
+      header.tokens = static_cast<uint32_t>(peer.rows.size());
+      header.tokens_sent.fetch_add(header.tokens, std::memory_order_relaxed);
+      publish(header.ready, ++peer.sequence);
+      ring(peer.board.board().bell);
+    }
+    tokens_ = tokens;
+    in_flight_ = true;
+    dispatch_ns_ = monotonic_ns() - start;
+  }
+
+  // Waits for every MoE server of the operation and sums their partial sums into `out`
+  // ([tokens, hidden] fp32). Returns -1, or the rank of the server that did not answer in time or
+  // is marked failed; the operation is over either way.
+  int combine(float* out, int64_t timeout_ns) {
+    if (!in_flight_) throw std::logic_error("combine without dispatch");
+    const int64_t start = monotonic_ns();
+    const int64_t deadline = start + timeout_ns;
+    int missing = -1;
+    for (size_t s = 0; s < peers_.size() && missing < 0; ++s) {
+      Peer& peer = peers_[s];
+      if (peer.rows.empty()) continue;
+      SlotHeader& header = peer.slot.header();
+      const uint32_t expected = peer.sequence;
+      const auto over = [&](uint32_t word) {
+        return word == expected || header.failed.load(std::memory_order_acquire) != 0;
+      };
+      await(header.done, over, spin_ns_, deadline);
+      if (read(header.done) != expected) missing = static_cast<int>(s);
+    }
+    const int64_t waited = monotonic_ns();
+    if (missing < 0) sum(out);
+    account(waited - start, monotonic_ns() - waited);
+    drop();
+    return missing;
+  }
+
+  // What the last operation cost and carried, for tests and benchmarks.
+  uint64_t operations() const { return operations_; }
+
+ private:
+  struct Peer {
+    Peer(const std::string& slot_path, const std::string& board_path, const Shape& shape)
+        : slot(slot_path, shape, false),
+          board(board_path, false),
+          sequence(read(slot.header().ready)) {
+      rows.reserve(shape.max_tokens);
+    }
+    Slot slot;
+    BoardMapping board;
+    uint32_t sequence;
+    std::vector<uint32_t> rows;  // row r of the slot is this token of the step
+  };
+
+  void sum(float* out) {
+    const size_t hidden = shape_.hidden;
+    // Every token goes to the server of its first expert first; where all rows of all tokens went
+    // to one server, its partial sums are the result.
+    bool first = true;
+    for (Peer& peer : peers_) {
+      if (peer.rows.empty()) continue;
+      const bool whole = first && peer.rows.size() == tokens_;
+      if (first && !whole) std::memset(out, 0, tokens_ * hidden * sizeof(float));
+      if (whole) {
+        std::memcpy(out, peer.slot.out(), tokens_ * hidden * sizeof(float));
+      } else {
+        for (size_t r = 0; r < peer.rows.size(); ++r) {
+          float* to = out + peer.rows[r] * hidden;
+          const float* from = peer.slot.out() + r * hidden;
+          for (size_t h = 0; h < hidden; ++h) to[h] += from[h];
+        }
+      }
+      first = false;
+    }
+    if (first) std::memset(out, 0, tokens_ * hidden * sizeof(float));
+  }
+
+  void account(int64_t wait_ns, int64_t combine_ns) {
+    ++operations_;
+    SlotHeader& header = peers_.front().slot.header();
+    header.operations.fetch_add(1, std::memory_order_relaxed);
+    header.dispatch_ns.fetch_add(dispatch_ns_, std::memory_order_relaxed);
+    header.wait_ns.fetch_add(wait_ns, std::memory_order_relaxed);
+    header.combine_ns.fetch_add(combine_ns, std::memory_order_relaxed);
+  }
+
+  void drop() {
+    for (Peer& peer : peers_) peer.rows.clear();
+    in_flight_ = false;
+  }
+
+  Shape shape_;
+  Placement placement_;
+  uint32_t phase_;
+  int64_t spin_ns_;
+  std::vector<Peer> peers_;
+  uint32_t tokens_ = 0;
+  bool in_flight_ = false;
+  int64_t dispatch_ns_ = 0;
+  uint64_t operations_ = 0;
+};
+
+}  // namespace expertplex

@@ -1,0 +1,113 @@
+"""The configuration of a deployment and the environment variables it travels in.
+
+Owns: every option with its default and meaning, validation, the table of environment variables.
+Must not know: processes, tensors, vLLM.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from vllm_expertplex.layout import Layout
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+# Key of our settings in vLLM's `additional_config`, which reaches every process. It is hashed into
+# vLLM's compile cache key, so nothing that differs between two starts may be in it.
+ADDITIONAL_CONFIG_KEY = "expertplex"
+
+# Environment variables, all set by the serve command for its own processes.
+ENV_RUN_DIR = "VLLM_EXPERTPLEX_RUN_DIR"  # owner-only directory of this run: slots, sockets, records
+
+
+class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of one deployment; a `--expertplex-config` file holds any of them as JSON or TOML."""
+
+    layout: str = "1P1D1E"
+    """`xPyDzE`: how many prefill, decode and MoE servers."""
+    moe_backend: Literal["auto", "tiles", "torch"] = "auto"
+    """What computes experts: the tile scheduler (`tiles`), or one operation at a time (`torch`)."""
+    moe_threads: NonNegative = 0
+    """Worker threads of a MoE server on CPU; 0 takes a fair share of the cores."""
+    attention_threads: NonNegative = 0
+    """OpenMP threads of an attention server on CPU; 0 takes a fair share of the cores."""
+    moe_timeout_s: Positive = 60.0
+    """Deadline of one remote MoE layer; passing it fails the attention server that waited."""
+    spin_us: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    """Busy wait before sleeping on a signal; -1 decides by the number of cores, 0 never spins."""
+    heartbeat_timeout_s: Positive = 20.0
+    """A MoE server whose heartbeat is older than this counts as dead."""
+    startup_timeout_s: Positive = 1800.0
+    """Deadline for all servers to load their weights."""
+    kv_lease_s: Positive = 30.0
+    """How long a prefill server keeps KV blocks for a decode server that never asks for them."""
+    trace: str | None = None
+    """File for a Perfetto trace of the tile scheduler, one per MoE server."""
+
+    def __post_init__(self) -> None:
+        Layout.parse(self.layout)  # raises with the expected form
+
+    @property
+    def parsed_layout(self) -> Layout:
+        return Layout.parse(self.layout)
+
+
+class ServerSettings(msgspec.Struct, frozen=True):
+    """What `additional_config["expertplex"]` holds: the deployment, and who this process is."""
+
+    config: ExpertPlexConfig
+    role: str
+    rank: int = 0
+
+    def to_additional_config(self) -> dict[str, Any]:
+        return {ADDITIONAL_CONFIG_KEY: msgspec.to_builtins(self)}
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Any) -> "ServerSettings | None":
+        """The settings in vLLM's `additional_config`, or None where ExpertPlex is not in use."""
+        if not isinstance(additional_config, dict):
+            return None
+        raw = additional_config.get(ADDITIONAL_CONFIG_KEY)
+        return None if raw is None else msgspec.convert(raw, cls)
+
+
+def load_config(path: str | None, **overrides: Any) -> ExpertPlexConfig:
+    """Read a JSON or TOML file (None: defaults) and apply the options that are not None.
+
+    Raises ValueError that names the file, the option and what was expected.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        try:
+            decode = msgspec.toml.decode if file.suffix == ".toml" else msgspec.json.decode
+            values = decode(file.read_bytes(), type=dict[str, Any])
+        except OSError as error:
+            raise ValueError(
+                f"--expertplex-config {path}: {error.strerror}; give a readable JSON or TOML file"
+            ) from None
+        except msgspec.DecodeError as error:
+            raise ValueError(
+                f"--expertplex-config {path}: {error}; expected a JSON or TOML table of options"
+            ) from None
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return msgspec.convert(values, ExpertPlexConfig)
+    except msgspec.ValidationError as error:
+        options = ", ".join(ExpertPlexConfig.__struct_fields__)
+        where = f"--expertplex-config {path}" if path else "--expertplex-* options"
+        raise ValueError(f"{where}: {error}; the options are: {options}") from None
+
+
+def run_dir() -> Path:
+    """The owner-only directory of this run. Raises RuntimeError outside `vllm serve`."""
+    path = os.environ.get(ENV_RUN_DIR)
+    if path is None:
+        raise RuntimeError(
+            f"{ENV_RUN_DIR} is not set: ExpertPlex servers are started by "
+            "`vllm serve MODEL --executor expertplex`, not on their own"
+        )
+    return Path(path)
