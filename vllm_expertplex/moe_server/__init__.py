@@ -1,0 +1,1 @@
+"""The MoE server: holds routed experts, computes operations, never starts communication."""

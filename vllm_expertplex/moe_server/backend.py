@@ -1,0 +1,64 @@
+"""What a MoE server needs from whatever computes its experts.
+
+Owns: the operation and weight types that cross between the server loop and a backend.
+Must not know: shared memory, vLLM, HTTP.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+BLOCK = 128  # rows and columns under one FP8 block scale
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The routed experts of one layer that live on this server, in checkpoint order of slots.
+
+    w13: [experts, 2 * intermediate, hidden], gate rows first; w2: [experts, hidden, intermediate].
+    bf16, fp16 or fp32; or FP8 e4m3 with fp32 scales of 128 x 128 blocks:
+    w13_scale [experts, 2 * ceil(intermediate / 128), ceil(hidden / 128)], w2_scale likewise.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        tensors = (self.w13, self.w2, self.w13_scale, self.w2_scale)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+@dataclass(slots=True)
+class Operation:
+    """One MoE operation: a layer's tokens from one attention server.
+
+    x [n, hidden], topk_ids [n, topk] int32 (slot of a local expert, or -1 where the expert lives
+    elsewhere), topk_weights [n, topk] fp32; out [n, hidden] fp32 receives the partial sums
+    `sum_k weight_k * expert_k(x)` over local experts, added in the order of k. All are views of
+    the attention server's slot. `complete` publishes the done word; call it exactly once, from any
+    thread, after `out` is whole.
+    """
+
+    source: int
+    phase: int
+    layer: int
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    out: torch.Tensor
+    complete: Callable[[], None]
+
+
+class Backend(Protocol):
+    """Computes operations. An error in one is an error of the server: raise it from `submit`."""
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Start, or run, operations that became ready together; each layer's may be merged."""
+
+    def close(self) -> None:
+        """Stop within seconds; operations that did not finish stay unfinished."""

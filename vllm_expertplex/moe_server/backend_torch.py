@@ -1,0 +1,62 @@
+"""A backend that runs one operation at a time with plain torch: the reference for every other.
+
+Owns: the arithmetic of a routed expert on CPU. Must not know: where operations come from.
+
+Rounding follows vLLM's CPU kernel (`cpu_fused_moe`): products accumulate in fp32, the activation
+is rounded to the model dtype, the second product and the sum over k stay in fp32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from vllm_expertplex.layout import PHASE_DECODE
+from vllm_expertplex.moe_server.backend import BLOCK, ExpertWeights, Operation
+
+
+def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """fp32 values of a weight [rows, columns], FP8 with 128 x 128 block scales or plain."""
+    if scale is None:
+        return weight.float()
+    rows, columns = weight.shape
+    expanded = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return weight.float() * expanded
+
+
+class TorchBackend:
+    """Runs operations in the calling thread, decode before prefill."""
+
+    def __init__(self, layers: Sequence[ExpertWeights]) -> None:
+        self._layers = layers
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        for op in sorted(operations, key=lambda op: op.phase != PHASE_DECODE):
+            compute(self._layers[op.layer], op)
+            op.complete()
+
+    def close(self) -> None:
+        pass
+
+
+def compute(weights: ExpertWeights, op: Operation) -> None:
+    """Fill `op.out` with the partial sums of the local experts."""
+    tokens, topk = op.topk_ids.shape
+    rows = torch.zeros(tokens, topk, op.out.shape[1])
+    for slot in op.topk_ids.unique().tolist():
+        if slot < 0:
+            continue
+        token, k = (op.topk_ids == slot).nonzero(as_tuple=True)
+        rows[token, k] = expert(weights, slot, op.x[token])
+    torch.mul(rows[:, 0], op.topk_weights[:, :1], out=op.out)
+    for k in range(1, topk):
+        op.out.addcmul_(rows[:, k], op.topk_weights[:, k : k + 1])
+
+
+def expert(weights: ExpertWeights, slot: int, x: torch.Tensor) -> torch.Tensor:
+    """One expert's unweighted output, [n, hidden] fp32, for rows x [n, hidden]."""
+    scale13 = None if weights.w13_scale is None else weights.w13_scale[slot]
+    scale2 = None if weights.w2_scale is None else weights.w2_scale[slot]
+    gate, up = (x.float() @ dequantise(weights.w13[slot], scale13).T).chunk(2, dim=-1)
+    activation = (F.silu(gate) * up).to(x.dtype)
+    return activation.float() @ dequantise(weights.w2[slot], scale2).T
