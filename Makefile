@@ -14,6 +14,7 @@ help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.built ## make .venv: CPU PyTorch, vLLM, this package (again only when something changed)
+	@:
 
 $(VENV)/.installed: pyproject.toml tools/setup_venv.py tools/cpu-excludes.txt tools/vllm-cpu-shim/pyproject.toml
 	@$(PYTHON) tools/setup_venv.py $(VENV)

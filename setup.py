@@ -1,4 +1,4 @@
-"""Builds the native modules: `_comm`, the one-sided data path, and `_scheduler`, the tile scheduler.
+"""Builds the native modules: `_comm` (one-sided data path) and `_scheduler` (tile scheduler).
 
 Only a C++20 compiler and the `nanobind` package are needed: nothing here uses torch or CUDA.
 """
