@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from openai import DefaultHttpxClient, OpenAI, OpenAIError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -126,6 +125,8 @@ def served(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
 
 def ask(console: Console, url: str, question: str, max_tokens: int) -> None:
     """One streamed chat completion through the `openai` client, printed as it arrives."""
+    from openai import DefaultHttpxClient, OpenAI  # a second to import: not for `--help`
+
     client = OpenAI(
         base_url=f"{url}/v1", api_key="none", http_client=DefaultHttpxClient(trust_env=False)
     )
@@ -194,6 +195,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from openai import OpenAIError
+
     console = Console()
     port = args.port or free_port()
     url = f"http://127.0.0.1:{port}"

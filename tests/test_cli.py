@@ -1,0 +1,63 @@
+"""The command line: lazy imports, exit codes, help that names every subcommand."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_expertplex import __version__, cli
+
+
+def run_cli(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vllm_expertplex.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_help_names_every_subcommand():
+    done = run_cli("--help")
+    assert done.returncode == 0
+    for name in cli.SUBCOMMANDS:
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("name", cli.SUBCOMMANDS)
+def test_every_subcommand_has_help(name):
+    done = run_cli(name, "--help")
+    assert done.returncode == 0
+    assert f"vllm-expertplex {name}" in done.stdout
+
+
+def test_version():
+    assert run_cli("--version").stdout.strip() == f"vllm-expertplex {__version__}"
+
+
+@pytest.mark.parametrize("args", [(), ("no-such-command",)])
+def test_bad_usage_exits_2_and_lists_the_commands(args):
+    done = run_cli(*args)
+    assert done.returncode == 2
+    assert "usage: vllm-expertplex" in done.stderr
+
+
+def test_one_subcommand_does_not_import_the_others(monkeypatch):
+    from vllm_expertplex import doctor
+
+    monkeypatch.setitem(cli.SUBCOMMANDS, "broken", "vllm_expertplex.no_such_module")
+    monkeypatch.setattr(doctor, "run", lambda args: 0)
+    assert cli.main(["doctor"]) == 0
+
+
+def test_the_exit_code_is_the_subcommands(monkeypatch):
+    from vllm_expertplex import doctor
+
+    monkeypatch.setattr(doctor, "run", lambda args: 7)
+    assert cli.main(["doctor"]) == 7
+
+
+def test_interrupt_is_no_traceback(monkeypatch):
+    from vllm_expertplex import doctor
+
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert cli.main(["doctor"]) == 130
