@@ -1,0 +1,97 @@
+"""Every constant of the model that is neither a data-sheet value nor an equation.
+
+Owns: their values, units and reasons; a plan prints them. Must not know: how they are used.
+"""
+
+import msgspec
+
+US = 1e-6
+GB = 1e9
+
+
+class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Constants with a stated reason (`REASONS`). Times in seconds, sizes in bytes."""
+
+    ttft_share: float = 0.5
+    tpot_share: float = 0.9
+    routing_sigma: float = 0.35
+    contiguous_tile: int = 128
+    masked_tile: int = 64
+    cluster: int = 2
+    sm_step: int = 12
+    hbm_saturation: float = 0.45
+    apk_prefill_overhead: float = 0.12
+    apk_decode_overhead: float = 0.10
+    attention_floor_decode: float = 30 * US
+    attention_floor_prefill: float = 60 * US
+    moe_floor: float = 10 * US
+    signal: float = 1.2 * US
+    exchange_floor: float = 3.3 * US
+    allreduce_floor: float = 8 * US
+    rdma_latency: float = 5 * US
+    host_prefill: float = 4e-3
+    host_decode: float = 4e-3
+    memory_utilisation: float = 0.88
+    runtime_reserve: float = 4 * GB
+    graph_reserve: float = 1.5 * GB
+    buffers: str = "worst"
+    prefill_tokens: int = 8192
+    decode_slots: int = 256
+    max_prefill_requests: int = 64
+
+
+REASONS: dict[str, str] = {
+    "ttft_share": "largest prefill iteration as a part of the TTFT target; the rest is queueing "
+    "(1.0 = Algorithm 1 to the letter)",
+    "tpot_share": "largest decode iteration as a part of the TPOT target; the rest is jitter",
+    "routing_sigma": "log-normal spread of expert popularity when no histogram is given",
+    "contiguous_tile": "rows of a tile in prefill (M_t of eq. 3)",
+    "masked_tile": "rows of a tile in decode (M_t of eq. 3)",
+    "cluster": "CTAs of a cluster; SM budgets are multiples of it (eq. 4)",
+    "sm_step": "step of the SM budgets tried",
+    "hbm_saturation": "part of the SMs that saturates HBM",
+    "apk_prefill_overhead": "APK over DeepGEMM, contiguous: the paper's upper bound (Fig. 13)",
+    "apk_decode_overhead": "APK over DeepGEMM, masked, many experts: the paper's bound (Fig. 13)",
+    "attention_floor_decode": "launches of one attention layer inside a CUDA graph",
+    "attention_floor_prefill": "launches of one attention layer without a graph",
+    "moe_floor": "fixed time of one MoE operation (scatter to gather)",
+    "signal": "one release/acquire signal over NVLink: measured on H200",
+    "exchange_floor": "fixed cost of one dispatch and combine: measured on H200",
+    "allreduce_floor": "fixed cost of one tensor-parallel all-reduce",
+    "rdma_latency": "one RDMA write or read with its completion",
+    "host_prefill": "scheduling and sampling around one prefill iteration",
+    "host_decode": "scheduling and sampling around one decode iteration",
+    "memory_utilisation": "usable part of GPU memory; 0.88 is the default of SGLang, the base of "
+    "the paper's system",
+    "runtime_reserve": "context, workspaces and communication state on a MoE GPU",
+    "graph_reserve": "CUDA graphs and activations on an attention GPU",
+    "buffers": "'worst': every row of every source on one MoE GPU; 'average': an even share x1.5",
+    "prefill_tokens": "tokens one prefill server sends at a time; longer batches go in chunks",
+    "decode_slots": "largest decode batch of one decode server",
+    "max_prefill_requests": "largest prefill batch of one prefill server",
+}
+
+
+def override(assumptions: Assumptions, changes: list[str]) -> Assumptions:
+    """Apply `name=value` changes. Raises ValueError naming the assumptions there are."""
+    values = msgspec.to_builtins(assumptions)
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in values:
+            raise ValueError(
+                f"assumption {name!r} is unknown; there are {', '.join(sorted(values))}"
+            )
+        kind = type(values[name])
+        try:
+            values[name] = kind(text) if kind is str else kind(float(text))
+        except ValueError:
+            raise ValueError(f"assumption {change!r}: expected {name}={kind.__name__}") from None
+    if values["buffers"] not in ("worst", "average"):
+        raise ValueError(f"assumption buffers={values['buffers']!r}: expected worst or average")
+    return msgspec.convert(values, Assumptions)
+
+
+def changed(assumptions: Assumptions) -> dict[str, object]:
+    """The values that differ from the defaults, for a plan file and its table."""
+    default = msgspec.to_builtins(Assumptions())
+    return {k: v for k, v in msgspec.to_builtins(assumptions).items() if v != default[k]}

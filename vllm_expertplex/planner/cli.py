@@ -1,0 +1,79 @@
+"""`vllm-expertplex plan`. Owns: its options and flow. Must not know: how a plan is found."""
+
+import argparse
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from vllm_expertplex.planner.impossible import explain
+from vllm_expertplex.planner.plan import Plan, make_plan, write_plan
+from vllm_expertplex.planner.report import print_plan
+from vllm_expertplex.planner.search import Candidate, search, search_exhaustive
+from vllm_expertplex.planner.setup import Setting, add_setting_arguments, setting_from
+
+HELP = "find the layout, parallelism and SM budget of the highest goodput; needs no GPU"
+EPILOG = """examples:
+  vllm-expertplex plan minimax-m2.7 --gpus 8 --gpu h200 --workload sharegpt --ttft 1 --tpot 0.05
+  vllm-expertplex plan ./my-model/config.json --workload 2000/300 --output plan.json
+  vllm-expertplex plan glm-5.1-fp8 --gpus 24 --gpu h800 --workload long-input --ttft 20 --tpot 0.1
+  vllm-expertplex plan minimax-m2.7 --workload sharegpt --compare"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_setting_arguments(parser)
+    parser.add_argument(
+        "--placement",
+        choices=("auto", "alike", "free"),
+        default="auto",
+        help="alike: every node holds the same mix (auto: up to 8 whole nodes); free: any split",
+    )
+    parser.add_argument("--exhaustive", action="store_true", help="Algorithm 1 as written; slower")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the plan for `vllm serve`")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
+    parser.add_argument("--brief", action="store_true", help="leave the table of assumptions out")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="also simulate the other serving modes on this load and say which suits it",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print. Returns 1 with a reason on stderr when no layout serves the load."""
+    try:
+        setting = setting_from(args)
+        plan = find_plan(setting, args.gpus, args.placement, args.exhaustive)
+    except ValueError as error:
+        print(f"vllm-expertplex plan: {error}", file=sys.stderr)
+        return 1
+    if args.output:
+        write_plan(plan, args.output)
+    if args.json:
+        print(msgspec.json.encode(plan).decode())
+        return 0
+    console = Console()
+    print_plan(plan, console, assumptions=not args.brief)
+    if args.output:
+        console.print(f"written to {args.output}: vllm serve ... --expertplex-plan {args.output}")
+    if args.compare:
+        from vllm_expertplex.simulator.compare import compare
+
+        compare(setting, args.gpus, plan, console)
+    return 0
+
+
+def find_plan(setting: Setting, gpus: int, placement: str, exhaustive: bool = False) -> Plan:
+    """Search and explain. Raises `Infeasible` (a ValueError) when nothing serves the load."""
+    problem, space = setting.problem(gpus), setting.space(gpus, placement)
+    finder = search_exhaustive if exhaustive else search
+    best: Candidate | None
+    with Progress(transient=True, disable=gpus < 64, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"searching {gpus} GPUs", total=1.0)
+        best = finder(problem, space, lambda done: bar.update(task, completed=done))
+    if best is None:
+        raise explain(setting, gpus, placement)
+    return make_plan(setting, gpus, placement, best)

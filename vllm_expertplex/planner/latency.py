@@ -1,0 +1,150 @@
+"""Iteration times: components put together along the critical path, with TBO and SBO.
+
+Owns: T_p and T_d of the ExpertPlex paper (section 6) for given servers, batch and SM share, and
+eq. (4). Must not know: search, queues. Times in seconds; array arguments broadcast.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_expertplex.planner.assumptions import Assumptions
+from vllm_expertplex.planner.hardware import Gpu
+from vllm_expertplex.planner.kernels import DECODE, PREFILL, Kernels
+from vllm_expertplex.planner.models import ModelSpec, Number
+from vllm_expertplex.planner.network import Network
+from vllm_expertplex.planner.routing import Routing
+
+NO_OVERLAP, SBO, TBO = "none", "sbo", "tbo"
+Array = NDArray[Any]
+
+
+class Parts(NamedTuple):
+    """One iteration, taken apart. `total` is what overlap leaves of the parts plus `host`."""
+
+    attention: Number
+    shared: Number
+    exchange: Number
+    moe: Number
+    host: Number
+    total: Number
+
+
+class Latency:
+    """Iteration times of one model on one kind of GPU in a deployment of `nodes` nodes."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        gpu: Gpu,
+        kernels: Kernels,
+        routing: Routing,
+        assumptions: Assumptions,
+        nodes: int,
+    ) -> None:
+        self.model, self.gpu, self.kernels = model, gpu, kernels
+        self.routing, self.assumptions = routing, assumptions
+        self.network = Network(model, gpu, assumptions, nodes)
+        self.overlaps = (NO_OVERLAP, SBO, TBO) if model.shared_intermediate else (NO_OVERLAP, TBO)
+
+    def prefill(
+        self,
+        requests: Number,
+        length: Number,
+        sources: Number,
+        servers: Array,
+        sms: Number,
+        tp: int = 1,
+        overlap: str = NO_OVERLAP,
+    ) -> Parts:
+        """`requests` prompts of `length` tokens over `sources` prefill servers.
+
+        servers: MoE servers. sms: share of their SMs. A server sends at most `prefill_tokens` at a
+        time; a longer batch makes several rounds through the MoE servers.
+        """
+        each = np.ceil(requests / sources)
+        rounds = np.maximum(1.0, np.ceil(each * length / self.assumptions.prefill_tokens))
+        tokens = requests * length
+        attention = self.kernels.prefill_attention(each, length, tp)
+        attention = attention + self.kernels.head(each, tp)
+        reduce = self.network.all_reduce(each * length / rounds, tp) * rounds * self.model.layers
+        shared = self.kernels.shared_experts(each * length, tp)
+        half = 2.0 if overlap == TBO else 1.0  # micro-batches
+        moe, exchange = self._routed(
+            PREFILL, each * length, tokens, servers, sms, rounds * half, hierarchical=True
+        )
+        host = self.assumptions.host_prefill
+        return _overlapped(overlap, attention + reduce, shared, exchange, moe, host)
+
+    def decode(
+        self,
+        batch: Number,
+        length: Number,
+        sources: Number,
+        servers: Array,
+        sms: Number,
+        tp: int = 1,
+        overlap: str = NO_OVERLAP,
+    ) -> Parts:
+        """One token for each of `batch` requests at context `length` over `sources` servers."""
+        each = np.ceil(batch / sources)
+        half = 2.0 if overlap == TBO else 1.0
+        attention = self.kernels.decode_attention(each / half, length, tp) * half
+        attention = attention + self.kernels.head(each, tp)
+        reduce = self.network.all_reduce(each / half, tp) * half * self.model.layers
+        shared = self.kernels.shared_experts(each / half, tp) * half
+        moe, exchange = self._routed(DECODE, each, batch, servers, sms, half, hierarchical=False)
+        host = self.assumptions.host_decode
+        return _overlapped(overlap, attention + reduce, shared, exchange, moe, host)
+
+    def _routed(
+        self,
+        phase: str,
+        per_source: Number,
+        tokens: Number,
+        servers: Array,
+        sms: Number,
+        rounds: Number,
+        hierarchical: bool,
+    ) -> tuple[Number, Number]:
+        """(MoE time, exchange time) of all layers, the tokens going in `rounds` equal parts."""
+        a = self.assumptions
+        tile = a.contiguous_tile if phase == PREFILL else a.masked_tile
+        load = self.routing.load(servers, np.asarray(tokens / rounds), tile)
+        moe = self.kernels.routed_experts(phase, load, sms) * rounds
+        exchange = self.network.exchange(
+            per_source / rounds,
+            tokens / rounds,
+            self.routing.spread(servers),
+            servers,
+            hierarchical,
+        )
+        return moe, exchange * rounds * self.model.moe_layers
+
+    def decode_budget(
+        self, q: float, batch: float, servers: int, expected_batch: float, most: float
+    ) -> float:
+        """Eq. (4): the SM budget for this decode batch, in SMs, from the planned `q`.
+
+        most: Q_max, which keeps prefill going.
+        """
+        tile, c = self.assumptions.masked_tile, self.assumptions.cluster
+        count = np.array([servers])
+        now = float(self.routing.load(count, np.array([batch]), tile).x_moe[0])
+        planned = float(self.routing.load(count, np.array([expected_batch]), tile).x_moe[0])
+        return min(most, float(np.ceil(q * now / planned / c) * c))
+
+
+def _overlapped(
+    overlap: str, attention: Number, shared: Number, exchange: Number, moe: Number, host: float
+) -> Parts:
+    """Combine the parts: TBO hides the shorter path, SBO the shorter of shared and routed."""
+    routed = exchange + moe
+    if overlap == TBO:
+        busy = np.maximum(attention + shared, routed)
+    elif overlap == SBO:
+        busy = attention + np.maximum(shared, routed)
+    else:
+        busy = attention + shared + routed
+    return Parts(attention, shared, exchange, moe, host, busy + host)

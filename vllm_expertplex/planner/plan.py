@@ -1,0 +1,274 @@
+"""A plan: the chosen layout with everything a server needs, what it rests on, and why.
+
+Owns: the plan file, and the reasons. Must not know: terminals (`report.py`), servers.
+"""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from vllm_expertplex.planner.assumptions import changed
+from vllm_expertplex.planner.latency import Parts
+from vllm_expertplex.planner.search import Candidate, Problem, all_layouts, search
+from vllm_expertplex.planner.setup import Setting
+
+VERSION = 1
+
+
+class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase: its servers and batch, and its predicted iteration. Times in seconds."""
+
+    gpus: int
+    tensor_parallel: int
+    overlap: str
+    batch: int
+    rate: float
+    iteration: float
+    attention: float
+    shared: float
+    exchange: float
+    moe: float
+    host: float
+    binds: str
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on the fullest GPU of a role. `rest`: KV cache, or what stays free."""
+
+    role: str
+    weights: float
+    buffers: float
+    reserve: float
+    rest: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What `vllm-expertplex plan` writes and `vllm serve --expertplex-plan` reads.
+
+    decode_sms: SM budget q of decode on every MoE GPU under contention. goodput: requests/s of the
+    whole deployment, predicted by the latency model and not measured.
+    """
+
+    version: int = VERSION
+    model: str
+    gpu: str
+    gpus: int
+    workload: str
+    ttft: float
+    tpot: float
+    layout: str
+    decode_sms: int
+    gpu_sms: int
+    prefill: PhasePlan
+    decode: PhasePlan
+    goodput: float
+    limited_by: str
+    reasons: list[str]
+    max_prefill_tokens: int
+    max_decode_batch: int
+    memory: list[MemoryUse]
+    next_best: list[tuple[str, float, str]]
+    one_more: list[tuple[str, str, float]]
+    expects: dict[str, float]
+    assumptions: dict[str, float | int | str]
+    changed_assumptions: dict[str, object]
+    sources: dict[str, str]
+
+
+def read_plan(path: str) -> Plan:
+    """Read a plan file. Raises ValueError naming what is wrong with it."""
+    try:
+        plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"plan {path}: {error}; write one with `vllm-expertplex plan MODEL --output {path}`"
+        ) from None
+    if plan.version != VERSION:
+        raise ValueError(
+            f"plan {path}: found version {plan.version}, expected {VERSION}; write it again with "
+            "`vllm-expertplex plan`"
+        )
+    return plan
+
+
+def write_plan(plan: Plan, path: str) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+
+
+def make_plan(setting: Setting, gpus: int, placement: str, best: Candidate) -> Plan:
+    """Turn the search's answer into a plan with its reasons."""
+    problem = setting.problem(gpus)
+    a = setting.assumptions
+    load = setting.routing.load(
+        np.array([best.moe]), np.array([float(best.decode_batch)]), a.masked_tile
+    )
+    prefill_short = best.prefill_rate <= best.decode_rate
+    return Plan(
+        model=setting.model.name,
+        gpu=setting.gpu.name,
+        gpus=gpus,
+        workload=setting.workload.name,
+        ttft=setting.targets.ttft,
+        tpot=setting.targets.tpot,
+        layout=best.layout,
+        decode_sms=best.q,
+        gpu_sms=setting.gpu.sms,
+        prefill=_phase(problem, best, "prefill"),
+        decode=_phase(problem, best, "decode"),
+        goodput=best.goodput,
+        limited_by="prefill" if prefill_short else "decode",
+        reasons=_reasons(setting, best, setting.space(gpus, placement).unit),
+        max_prefill_tokens=a.prefill_tokens,
+        max_decode_batch=-(-best.decode_batch * best.tp_decode // best.decode),
+        memory=_memory(setting, best),
+        next_best=_next_best(problem, setting, gpus, placement, best),
+        one_more=_one_more(setting, gpus, placement),
+        expects={
+            "x_moe": float(load.x_moe[0]),
+            "active_experts_busiest": float(load.active[0]),
+            "rows_busiest": float(load.rows[0]),
+            "kv_transfer_s": problem.kv_transfer,
+        },
+        assumptions=msgspec.to_builtins(a),
+        changed_assumptions=changed(a),
+        sources={
+            "model": setting.model.source,
+            "gpu": setting.gpu.source,
+            "kernels": setting.kernels.source,
+            "routing": setting.routing.source,
+            "workload": setting.workload.source,
+        },
+    )
+
+
+def _phase(problem: Problem, c: Candidate, phase: str) -> PhasePlan:
+    prefill = phase == "prefill"
+    gpus, tp = (c.prefill, c.tp_prefill) if prefill else (c.decode, c.tp_decode)
+    batch = c.prefill_batch if prefill else c.decode_batch
+    overlap = c.prefill_overlap if prefill else c.decode_overlap
+    parts = _iteration(problem, c, phase, batch)
+
+    def value(x: object) -> float:
+        return float(np.squeeze(np.asarray(x)))
+
+    return PhasePlan(
+        gpus=gpus,
+        tensor_parallel=tp,
+        overlap=overlap,
+        batch=batch,
+        rate=c.prefill_rate if prefill else c.decode_rate,
+        iteration=value(parts.total),
+        attention=value(parts.attention),
+        shared=value(parts.shared),
+        exchange=value(parts.exchange),
+        moe=value(parts.moe),
+        host=value(parts.host),
+        binds=_binds(problem, c, phase),
+    )
+
+
+def _iteration(problem: Problem, c: Candidate, phase: str, batch: int) -> Parts:
+    moe, q, n = np.array([c.moe]), np.array([c.q]), np.array([float(batch)])
+    if phase == "prefill":
+        gpus = np.array([c.prefill])
+        return problem.prefill_parts(n, gpus, moe, q, c.tp_prefill, c.prefill_overlap)
+    gpus = np.array([c.decode])
+    return problem.decode_parts(n, gpus, moe, q, c.tp_decode, c.decode_overlap)
+
+
+def _binds(problem: Problem, c: Candidate, phase: str) -> str:
+    """Why the batch of `phase` is not larger."""
+    a, w = problem.latency.assumptions, problem.workload
+    prefill = phase == "prefill"
+    sources = (c.prefill // c.tp_prefill) if prefill else (c.decode // c.tp_decode)
+    batch = c.prefill_batch if prefill else c.decode_batch
+    rate = c.prefill_rate if prefill else c.decode_rate
+    if rate >= sources / max(problem.kv_transfer, 1e-12) * 0.999:
+        return "link: moving KV from prefill to decode"
+    whole = w.mean_input + (0 if prefill else w.mean_output)
+    tp = c.tp_prefill if prefill else c.tp_decode
+    held = problem.memory.requests(tp, whole)
+    slots = a.max_prefill_requests if prefill else a.decode_slots
+    if batch >= sources * min(held, slots):
+        if held <= slots:
+            return f"KV: a server holds {held} requests of {whole:.0f} tokens"
+        return f"slots: {slots} requests a server (assumption)"
+    target = "TTFT" if prefill else "TPOT"
+    parts = _iteration(problem, c, phase, batch)
+    names = ("attention", "shared", "exchange", "moe", "host")
+    longest = max(names, key=lambda n: float(np.squeeze(np.asarray(getattr(parts, n)))))
+    label = {"exchange": "the links", "moe": "routed experts", "shared": "shared experts"}
+    return f"{target}: a larger batch misses it; most of the time goes to " + label.get(
+        longest, longest
+    )
+
+
+def _reasons(setting: Setting, c: Candidate, unit: int) -> list[str]:
+    """Why this split: what holds each role's count up or down."""
+    memory, reasons = setting.memory(), []
+    fewer = c.moe - unit
+    sources = (c.prefill / c.tp_prefill, c.decode / c.tp_decode)
+    if fewer > 0 and not memory.moe_fits(*sources, fewer):
+        need = float(memory.moe_server(*sources, fewer)) / 1e9
+        reasons.append(
+            f"fewer MoE servers do not fit: {fewer} would hold {need:.1f} of "
+            f"{memory.usable / 1e9:.1f} GB each"
+        )
+    if not memory.moe_fits(sources[0] + unit, sources[1], c.moe):
+        reasons.append("the buffers of one more prefill server do not fit on the MoE servers")
+    slack = c.prefill_rate / c.decode_rate
+    if slack >= 1:
+        reasons.append(f"prefill could carry {slack:.2f}x what decode does")
+    else:
+        reasons.append(f"decode could carry {1 / slack:.2f}x what prefill does")
+    return reasons
+
+
+def _memory(setting: Setting, c: Candidate) -> list[MemoryUse]:
+    memory, a = setting.memory(), setting.assumptions
+    uses = []
+    for role, tp in (("prefill", c.tp_prefill), ("decode", c.tp_decode)):
+        weights = setting.model.attention_server_bytes / tp
+        rest = memory.usable - memory.attention_server(tp)
+        uses.append(
+            MemoryUse(role=role, weights=weights, buffers=0, reserve=a.graph_reserve, rest=rest)
+        )
+    weights = float(memory.experts(c.moe))
+    buffers = float(memory.buffers(c.prefill / c.tp_prefill, c.decode / c.tp_decode, c.moe))
+    rest = memory.usable - weights - buffers - a.runtime_reserve
+    uses.append(
+        MemoryUse(
+            role="MoE", weights=weights, buffers=buffers, reserve=a.runtime_reserve, rest=rest
+        )
+    )
+    return uses
+
+
+def _next_best(
+    problem: Problem, setting: Setting, gpus: int, placement: str, best: Candidate
+) -> list[tuple[str, float, str]]:
+    """(layout, goodput, what limits it) of the layouts after the best; at most 64 GPUs."""
+    if gpus > 64:
+        return []
+    rest = [
+        c for c in all_layouts(problem, setting.space(gpus, placement)) if c.layout != best.layout
+    ]
+    return [
+        (c.layout, c.goodput, "prefill" if c.prefill_rate <= c.decode_rate else "decode")
+        for c in rest[:4]
+    ]
+
+
+def _one_more(setting: Setting, gpus: int, placement: str) -> list[tuple[str, str, float]]:
+    """(what is added, best layout then, goodput then)."""
+    node = setting.gpu.gpus_per_node
+    steps = [("one GPU", gpus + 1, "free")]
+    if gpus % node == 0:
+        steps.append(("one node", gpus + node, placement))
+    found = []
+    for what, count, how in steps:
+        best = search(setting.problem(count), setting.space(count, how))
+        if best is not None:
+            found.append((what, best.layout, best.goodput))
+    return found

@@ -1,0 +1,80 @@
+"""A plan as tables for a terminal. Owns: wording and layout only."""
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_expertplex.planner.assumptions import REASONS
+from vllm_expertplex.planner.plan import Plan
+
+MS = 1e3
+
+
+def print_plan(plan: Plan, console: Console, assumptions: bool = True) -> None:
+    """Answer first, then why, memory, alternatives, and what it all rests on."""
+    console.print(
+        f"[bold]{plan.layout}[/]  for {plan.model} on {plan.gpus} x {plan.gpu}, load "
+        f"{plan.workload}, TTFT {plan.ttft:g} s, TPOT {plan.tpot:g} s"
+    )
+    console.print(
+        f"predicted goodput [bold]{plan.goodput:.3g} requests/s[/] (model, not measured); decode "
+        f"has {plan.decode_sms} of {plan.gpu_sms} SMs on MoE GPUs under contention; "
+        f"{plan.limited_by} is the limit"
+    )
+    for reason in plan.reasons:
+        console.print(f"- {reason}")
+    console.print(_phases(plan))
+    console.print(_memory(plan))
+    console.print(_alternatives(plan))
+    if assumptions:
+        console.print(_assumptions(plan))
+    for what, source in plan.sources.items():
+        console.print(f"[dim]{what}: {source}[/]")
+
+
+def _phases(plan: Plan) -> Table:
+    table = Table(title="One iteration of each phase (ms)")
+    for name in (
+        "phase", "GPUs", "TP", "overlap", "batch", "total", "attention", "shared", "exchange",
+        "MoE", "host", "req/s", "what binds",
+    ):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("phase", "what binds") else "right")
+    for name, p in (("prefill", plan.prefill), ("decode", plan.decode)):
+        times = (p.iteration, p.attention, p.shared, p.exchange, p.moe, p.host)
+        table.add_row(
+            name, str(p.gpus), str(p.tensor_parallel), p.overlap, str(p.batch),
+            *(f"{t * MS:.1f}" for t in times), f"{p.rate:.3g}", p.binds,
+        )  # fmt: skip
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(title="Memory of the fullest GPU of each role (GB)")
+    for name in ("role", "weights", "APK buffers", "reserve", "KV cache / free"):
+        table.add_column(name, justify="right")
+    for m in plan.memory:
+        table.add_row(
+            m.role, *(f"{b / 1e9:.1f}" for b in (m.weights, m.buffers, m.reserve, m.rest))
+        )
+    return table
+
+
+def _alternatives(plan: Plan) -> Table:
+    table = Table(title="Alternatives")
+    for name in ("", "layout", "req/s", "against the plan", "limit"):
+        table.add_column(name, justify="right")
+    for i, (layout, goodput, limit) in enumerate(plan.next_best, start=2):
+        table.add_row(f"{i}.", layout, f"{goodput:.3g}", f"{goodput / plan.goodput:.2f}x", limit)
+    for what, layout, goodput in plan.one_more:
+        table.add_row(f"+ {what}", layout, f"{goodput:.3g}", f"{goodput / plan.goodput:.2f}x", "")
+    return table
+
+
+def _assumptions(plan: Plan) -> Table:
+    table = Table(title="Assumptions (change with --set NAME=VALUE)")
+    for name in ("name", "value", "what it is, and why"):
+        table.add_column(name)
+    for name, value in plan.assumptions.items():
+        mark = " [bold](changed)[/]" if name in plan.changed_assumptions else ""
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        table.add_row(name, shown + mark, REASONS[name])
+    return table

@@ -1,0 +1,132 @@
+"""Put a planning problem together from what a user names: model, GPU, load, targets, files.
+
+Owns: the one place where descriptions become a `Latency` and a `Problem`; the planner's and the
+simulator's commands share it. Must not know: search, output.
+"""
+
+import argparse
+from typing import NamedTuple
+
+from vllm_expertplex.planner import assumptions as assume
+from vllm_expertplex.planner import hardware
+from vllm_expertplex.planner.assumptions import Assumptions
+from vllm_expertplex.planner.hardware import Gpu, load_gpu
+from vllm_expertplex.planner.kernels import Kernels, Roofline
+from vllm_expertplex.planner.latency import Latency
+from vllm_expertplex.planner.memory import Memory
+from vllm_expertplex.planner.model_configs import load_model
+from vllm_expertplex.planner.models import ModelSpec
+from vllm_expertplex.planner.profile import ProfiledKernels, read_profile
+from vllm_expertplex.planner.routing import Routing, lognormal_popularity, read_histogram
+from vllm_expertplex.planner.search import Problem, Space
+from vllm_expertplex.planner.workload import Targets, Workload, load_workload
+
+
+class Setting(NamedTuple):
+    """Everything given; `latency(gpus)` builds the model of a deployment of that many GPUs."""
+
+    model: ModelSpec
+    gpu: Gpu
+    workload: Workload
+    targets: Targets
+    assumptions: Assumptions
+    routing: Routing
+    kernels: Kernels
+
+    def latency(self, gpus: int) -> Latency:
+        nodes = -(-gpus // self.gpu.gpus_per_node)
+        return Latency(self.model, self.gpu, self.kernels, self.routing, self.assumptions, nodes)
+
+    def memory(self) -> Memory:
+        return Memory(self.model, self.gpu, self.assumptions)
+
+    def problem(self, gpus: int) -> Problem:
+        return Problem(self.latency(gpus), self.memory(), self.workload, self.targets)
+
+    def space(self, gpus: int, placement: str = "auto") -> Space:
+        """Layouts of `gpus` GPUs. 'alike': every node the same mix; 'free': any split."""
+        nodes = -(-gpus // self.gpu.gpus_per_node)
+        whole = gpus % self.gpu.gpus_per_node == 0
+        if placement == "alike" and not whole:
+            raise ValueError(
+                f"--placement alike needs whole nodes of {self.gpu.gpus_per_node} GPUs, found "
+                f"{gpus} GPUs; use --placement free"
+            )
+        alike = placement == "alike" or (placement == "auto" and whole and nodes <= 8)
+        step = self.assumptions.sm_step
+        budgets = tuple(range(step, self.gpu.sms, step))
+        return Space(gpus, nodes if alike else 1, budgets)
+
+
+def setting(
+    model: str,
+    gpu: str | Gpu,
+    workload: str | Workload,
+    ttft: float,
+    tpot: float,
+    assumptions: Assumptions | None = None,
+    histogram: str | None = None,
+    profile: str | None = None,
+) -> Setting:
+    """Build a `Setting` from names and files. Raises ValueError with what is possible."""
+    spec = load_model(model)
+    device = load_gpu(gpu) if isinstance(gpu, str) else gpu
+    load = load_workload(workload) if isinstance(workload, str) else workload
+    values = assumptions or Assumptions()
+    if histogram:
+        routing = Routing(
+            read_histogram(histogram, spec.experts), spec.top_k, f"measured histogram {histogram}"
+        )
+    else:
+        routing = Routing(
+            lognormal_popularity(spec.experts, values.routing_sigma),
+            spec.top_k,
+            f"assumed log-normal popularity, sigma {values.routing_sigma:g}",
+        )
+    roofline = Roofline(spec, device, values)
+    kernels: Kernels = roofline
+    if profile:
+        kernels = ProfiledKernels(read_profile(profile), spec, roofline)
+    return Setting(spec, device, load, Targets(ttft, tpot), values, routing, kernels)
+
+
+def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that describe model, GPU, load and targets."""
+    parser.add_argument("model", help="catalogue name (minimax-m2.7), directory or config.json")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of the deployment (default 8)")
+    parser.add_argument("--gpu", default="h200", help=f"one of {', '.join(hardware.GPUS)}")
+    parser.add_argument(
+        "--workload",
+        default="sharegpt",
+        help="a named load, INPUT/OUTPUT mean tokens such as 1000/200, or a trace file",
+    )
+    parser.add_argument("--ttft", type=float, default=1.0, help="target in seconds (default 1)")
+    parser.add_argument("--tpot", type=float, default=0.05, help="target in seconds (default 0.05)")
+    parser.add_argument("--routing", metavar="FILE", help="measured expert histogram (JSON)")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="kernel times measured by `vllm-expertplex profile`"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="assume",
+        help="change an assumption; a plan lists them all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu-set", action="append", default=[], metavar="FIELD=NUMBER",
+        help="change the GPU description, e.g. memory_bytes=96e9",
+    )  # fmt: skip
+
+
+def setting_from(args: argparse.Namespace) -> Setting:
+    """The `Setting` that parsed `add_setting_arguments` options describe."""
+    if args.gpus < 1:
+        raise ValueError(f"--gpus {args.gpus}: expected at least 1")
+    return setting(
+        args.model,
+        hardware.override(load_gpu(args.gpu), args.gpu_set),
+        args.workload,
+        args.ttft,
+        args.tpot,
+        assume.override(Assumptions(), args.assume),
+        args.routing,
+        args.profile,
+    )
