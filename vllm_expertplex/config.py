@@ -6,7 +6,7 @@ Must not know: processes, tensors, vLLM.
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -61,6 +61,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
     config: ExpertPlexConfig
     role: str
     rank: int = 0
+
+    FRONT: ClassVar[str] = "front"  # the API server, which is no server of the layout
 
     def to_additional_config(self) -> dict[str, Any]:
         return {ADDITIONAL_CONFIG_KEY: msgspec.to_builtins(self)}

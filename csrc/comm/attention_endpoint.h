@@ -24,8 +24,8 @@ class AttentionEndpoint {
  public:
   AttentionEndpoint(const std::vector<std::string>& slot_paths,
                     const std::vector<std::string>& board_paths, const Shape& shape,
-                    Placement placement, uint32_t phase, int64_t spin_ns)
-      : shape_(shape), placement_(std::move(placement)), phase_(phase), spin_ns_(spin_ns) {
+                    Placement placement, int64_t spin_ns)
+      : shape_(shape), placement_(std::move(placement)), spin_ns_(spin_ns) {
     if (slot_paths.size() != board_paths.size() || slot_paths.empty()) {
       throw std::invalid_argument("one slot and one board per MoE server");
     }
@@ -47,7 +47,7 @@ class AttentionEndpoint {
   // server that holds one of their experts, then signals. `ids` and `weights` are [tokens, topk].
   // A MoE server that gets no row is not woken and not waited for.
   void dispatch(const char* x, const int32_t* ids, const float* weights, uint32_t tokens,
-                uint32_t layer) {
+                uint32_t layer, uint32_t phase) {
     if (tokens > shape_.max_tokens) {
       throw std::invalid_argument(std::to_string(tokens) + " tokens in one step, but the slots " +
                                   "hold " + std::to_string(shape_.max_tokens) +
@@ -84,7 +84,7 @@ class AttentionEndpoint {
       if (peer.rows.empty()) continue;
       SlotHeader& header = peer.slot.header();
       header.layer = layer;
-      header.phase = phase_;
+      header.phase = phase;
       header.tokens = static_cast<uint32_t>(peer.rows.size());
       header.tokens_sent.fetch_add(header.tokens, std::memory_order_relaxed);
       publish(header.ready, ++peer.sequence);
@@ -177,7 +177,6 @@ class AttentionEndpoint {
 
   Shape shape_;
   Placement placement_;
-  uint32_t phase_;
   int64_t spin_ns_;
   std::vector<Peer> peers_;
   uint32_t tokens_ = 0;

@@ -73,6 +73,8 @@ class SlotControl {
 NB_MODULE(_comm, m) {
   m.doc() = "One-sided dispatch and combine over shared memory.";
   m.attr("VERSION") = kVersion;
+  // Servers end with endpoints alive; there is nothing to report then.
+  nb::set_leak_warnings(false);
 
   nb::class_<Shape>(m, "Shape", "Shapes of one slot; `item` is bytes per activation element.")
       .def(nb::init<uint32_t, uint32_t, uint32_t, uint32_t>(), nb::arg("max_tokens"),
@@ -107,22 +109,20 @@ NB_MODULE(_comm, m) {
           "__init__",
           [](AttentionEndpoint* self, const std::vector<std::string>& slots,
              const std::vector<std::string>& boards, const Shape& shape,
-             std::vector<int32_t> expert_server, std::vector<int32_t> expert_slot, uint32_t phase,
-             int64_t spin_ns) {
+             std::vector<int32_t> expert_server, std::vector<int32_t> expert_slot, int64_t spin_ns) {
             new (self) AttentionEndpoint(slots, boards, shape,
-                                         {std::move(expert_server), std::move(expert_slot)}, phase,
-                                         spin_ns);
+                                         {std::move(expert_server), std::move(expert_slot)}, spin_ns);
           },
           nb::arg("slots"), nb::arg("boards"), nb::arg("shape"), nb::arg("expert_server"),
-          nb::arg("expert_slot"), nb::arg("phase"), nb::arg("spin_ns"))
+          nb::arg("expert_slot"), nb::arg("spin_ns"))
       .def(
           "dispatch",
           [](AttentionEndpoint& self, uintptr_t x, uintptr_t ids, uintptr_t weights,
-             uint32_t tokens, uint32_t layer) {
+             uint32_t tokens, uint32_t layer, uint32_t phase) {
             self.dispatch(reinterpret_cast<const char*>(x), reinterpret_cast<const int32_t*>(ids),
-                          reinterpret_cast<const float*>(weights), tokens, layer);
+                          reinterpret_cast<const float*>(weights), tokens, layer, phase);
           },
-          nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("tokens"), nb::arg("layer"),
+          nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("tokens"), nb::arg("layer"), nb::arg("phase"),
           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "combine",

@@ -1,0 +1,1 @@
+"""One-sided transports: buffers, signals, dispatch and combine."""

@@ -1,0 +1,124 @@
+"""The shared-memory transport: files of a run, and the two ends of the data path over them.
+
+Owns: where boards and slots live, their shapes, turning tensors into addresses and back.
+Must not know: models, scheduling, phases' policies.
+
+The layout of the files and the memory ordering are in `csrc/comm/`.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_expertplex._comm import AttentionEndpoint, Board, MoeEndpoint, Shape, Slot
+from vllm_expertplex.layout import ExpertMap, Layout, Server
+
+__all__ = ["AttentionPeer", "Board", "Shape", "Slot", "SlotTensors", "board_path", "slot_path"]
+
+
+def board_path(run_dir: Path, moe: Server) -> str:
+    """The file of a MoE server's board: doorbell, heartbeat, stop word, counters."""
+    return str(run_dir / f"board-{moe.name}")
+
+
+def slot_path(run_dir: Path, attention: Server, moe: Server) -> str:
+    """The file of an attention server's slot on a MoE server."""
+    return str(run_dir / f"slot-{attention.name}-{moe.name}")
+
+
+class MoeServerLost(RuntimeError):
+    """A MoE server is gone, or did not finish an operation before the deadline."""
+
+
+class AttentionPeer:
+    """An attention server's end: dispatch a layer's tokens, combine what comes back.
+
+    One operation at a time. `layer_names` only serve messages.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        me: Server,
+        layout: Layout,
+        shape: Shape,
+        experts: ExpertMap,
+        spin_us: int,
+        timeout_s: float,
+    ) -> None:
+        self._me = me
+        self._timeout_s = timeout_s
+        self._endpoint = AttentionEndpoint(
+            [slot_path(run_dir, me, moe) for moe in layout.moe_servers],
+            [board_path(run_dir, moe) for moe in layout.moe_servers],
+            shape,
+            experts.server,
+            experts.slot,
+            spin_us * 1000,
+        )
+        self._sum = torch.empty(shape.max_tokens, shape.hidden, dtype=torch.float32)
+        self.layer_names: list[str] = []
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        layer: int,
+        phase: int,
+    ) -> None:
+        """Push x [n, hidden] with topk_weights [n, topk] fp32 and topk_ids [n, topk] int32."""
+        # vLLM's routers return these types and layouts already; `to` and `contiguous` are free then.
+        x = x.contiguous()
+        ids = topk_ids.to(torch.int32).contiguous()
+        weights = topk_weights.to(torch.float32).contiguous()
+        self._layer = layer
+        self._endpoint.dispatch(
+            x.data_ptr(), ids.data_ptr(), weights.data_ptr(), x.shape[0], layer, phase
+        )
+
+    def combine(self, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        """Wait for every MoE server and return the sum [tokens, hidden] as `dtype`, rounded once.
+
+        Raises MoeServerLost with the server and the layer it was waited for.
+        """
+        lost = self._endpoint.combine(self._sum.data_ptr(), int(self._timeout_s * 1e9))
+        if lost >= 0:
+            name = self.layer_names[self._layer] if self.layer_names else str(self._layer)
+            raise MoeServerLost(
+                f"{self._me.name}: moe-{lost} did not finish layer {name} for {tokens} tokens: "
+                f"it is gone, or slower than moe_timeout_s = {self._timeout_s:g} s"
+            )
+        # `to` copies only when the type differs; a model in fp32 needs its own copy.
+        return self._sum[:tokens].to(dtype, copy=True)
+
+
+class SlotTensors(NamedTuple):
+    """A slot's buffers as tensors, on the MoE server; see `csrc/comm/region.h`."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, endpoint: MoeEndpoint, source: int, shape: Shape, dtype: torch.dtype
+    ) -> "SlotTensors":
+        """Views of slot `source`, [max_tokens, ...]; valid while `endpoint` lives."""
+        rows = shape.max_tokens
+        kinds: Sequence[tuple[torch.dtype, int]] = (
+            (dtype, shape.hidden),
+            (torch.int32, shape.topk),
+            (torch.float32, shape.topk),
+            (torch.float32, shape.hidden),
+        )
+        tensors = []
+        for address, (kind, columns) in zip(endpoint.buffers(source), kinds, strict=True):
+            size = rows * columns * kind.itemsize
+            buffer = (ctypes.c_char * size).from_address(address)
+            tensors.append(torch.frombuffer(buffer, dtype=kind).view(rows, columns))
+        return cls(*tensors)

@@ -1,0 +1,33 @@
+"""The executor of an attention server's engine: one worker, in the engine's own process.
+
+Owns: choosing the worker class. Must not know: MoE servers.
+
+vLLM turns its own in-process executor off on CPU because OpenMP's environment must be set before
+the process starts; the serve command does that, and an engine then needs one process, not two,
+and no message queue on a decode step's path.
+"""
+
+import os
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from vllm_expertplex.config import ServerSettings, run_dir
+from vllm_expertplex.layout import Server
+from vllm_expertplex.serve.records import read_ports
+
+EXECUTOR = "vllm_expertplex.executor.executor.ExpertPlexExecutor"
+
+
+class ExpertPlexExecutor(UniProcExecutor):
+    """Runs a prefill or decode server."""
+
+    def _init_executor(self) -> None:
+        settings = ServerSettings.from_additional_config(self.vllm_config.additional_config)
+        if settings is None:
+            raise RuntimeError("ExpertPlexExecutor runs only under --executor expertplex")
+        # The KV connector reads its port from the environment. It must differ per engine, and must
+        # not be in the configuration, which is hashed into the compile cache.
+        port = read_ports(run_dir())[Server(settings.role, settings.rank).name]
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        self.parallel_config.worker_cls = "vllm_expertplex.executor.worker.AttentionCPUWorker"
+        super()._init_executor()

@@ -1,0 +1,43 @@
+"""Decode schedulers that start a request with the token its prefill server already sampled.
+
+Owns: handing that token to vLLM's scheduler and grammar. Must not know: where it came from.
+
+With the token appended as output, vLLM fetches the KV of the whole prompt and computes only the
+token's own (v1/core/sched/scheduler.py, requests with external KV).
+"""
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from vllm_expertplex.executor.scheduler_keys import first_token
+
+
+class _FirstToken:
+    def add_request(self, request: Any) -> None:
+        token = first_token(request.kv_transfer_params)
+        if token is not None and not request.abort_immediately and not request.output_token_ids:
+            request.append_output_token_ids(token)
+        super().add_request(request)  # type: ignore[misc]
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        waited_for_grammar = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        ready = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        token = first_token(request.kv_transfer_params)
+        if not (ready and waited_for_grammar) or token is None:
+            return ready
+        if self.structured_output_manager.accept_tokens(request, [token]):  # type: ignore[attr-defined]
+            return True
+        # Prefill sampled under the same grammar, so this means the two sides disagree about it.
+        self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+        return False
+
+
+class DecodeScheduler(_FirstToken, Scheduler):
+    """vLLM's scheduler on a decode server."""
+
+
+class AsyncDecodeScheduler(_FirstToken, AsyncScheduler):
+    """vLLM's asynchronous scheduler on a decode server."""

@@ -1,0 +1,154 @@
+"""The process of a MoE server: load experts, then serve operations until told to stop.
+
+Owns: the process's life and the loop between the transport and the backend.
+Must not know: requests, HTTP, other MoE servers.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from vllm_expertplex._comm import MoeEndpoint
+from vllm_expertplex._comm import Operation as ReadyOperation
+from vllm_expertplex.comm.shm import SlotTensors, board_path, slot_path
+from vllm_expertplex.config import ExpertPlexConfig
+from vllm_expertplex.layout import MOE, Server
+from vllm_expertplex.moe_server.backend import Backend, ExpertWeights, Operation
+from vllm_expertplex.serve.records import ServerRecord, write_error, write_record
+from vllm_expertplex.shapes import expert_map, slot_shape, spin_us
+
+logger = init_logger(__name__)
+
+# The loop wakes this often to show that it is alive, also when nobody asks for anything.
+_IDLE_BEAT_S = 1.0
+
+
+def main(
+    run_dir: Path, rank: int, config: ExpertPlexConfig, vllm_configs: Sequence[VllmConfig]
+) -> None:
+    """Entry point of the process. `vllm_configs` are the attention servers', in layout order."""
+    from vllm.utils.system_utils import decorate_logs, set_process_title
+
+    me = Server(MOE, rank)
+    # A Ctrl-C in the terminal reaches every process; the serve command ends us in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    set_process_title(f"expertplex-{me.name}")
+    decorate_logs(me.name)
+    try:
+        server = MoeServer(run_dir, me, config, vllm_configs)
+    except Exception as error:
+        logger.exception("%s could not start", me.name)
+        write_error(run_dir, me, f"{type(error).__name__}: {error}")
+        sys.exit(1)
+    server.run()
+
+
+class MoeServer:
+    """The experts of one server and the slots of all attention servers."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        me: Server,
+        config: ExpertPlexConfig,
+        vllm_configs: Sequence[VllmConfig],
+    ) -> None:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        torch.set_num_threads(threads(config))
+        layout = config.parsed_layout
+        vllm_config = vllm_configs[0]
+        start = time.monotonic()
+        layers = _load(vllm_config, expert_map(vllm_config, layout).local_experts(me.rank))
+        weights = list(layers.values())
+        self._backend = make_backend(config, weights)
+        shapes = [slot_shape(c) for c in vllm_configs]
+        self._endpoint = MoeEndpoint(
+            [slot_path(run_dir, source, me) for source in layout.attention_servers],
+            shapes,
+            board_path(run_dir, me),
+            spin_us(config) * 1000,
+        )
+        dtype = vllm_config.model_config.dtype
+        self._slots = [
+            SlotTensors.of(self._endpoint, source, shape, dtype)
+            for source, shape in enumerate(shapes)
+        ]
+        held = sum(w.bytes for w in weights)
+        logger.info(
+            "%s holds %d experts of %d layers, %.1f MiB, loaded in %.1f s",
+            me.name,
+            weights[0].w13.shape[0],
+            len(weights),
+            held / 2**20,
+            time.monotonic() - start,
+        )
+        write_record(run_dir, ServerRecord.of(me, vllm_config, held, list(layers)))
+
+    def run(self) -> None:
+        """Serve until the board's stop word is set."""
+        endpoint, backend = self._endpoint, self._backend
+        timeout_ns = int(_IDLE_BEAT_S * 1e9)
+        try:
+            with torch.inference_mode():
+                while not endpoint.stopping:
+                    ready = endpoint.wait(timeout_ns)
+                    if ready:
+                        backend.submit([self._operation(op) for op in ready])
+        finally:
+            backend.close()
+
+    def _operation(self, ready: ReadyOperation) -> Operation:
+        slot = self._slots[ready.source]
+        n = ready.tokens
+        start = time.monotonic_ns()
+
+        def complete() -> None:
+            self._endpoint.complete(ready, time.monotonic_ns() - start)
+
+        return Operation(
+            ready.source,
+            ready.phase,
+            ready.layer,
+            slot.x[:n],
+            slot.topk_ids[:n],
+            slot.topk_weights[:n],
+            slot.out[:n],
+            complete,
+        )
+
+
+def threads(config: ExpertPlexConfig) -> int:
+    """Threads that compute on this MoE server: as configured, or a fair share of the cores."""
+    cores = len(os.sched_getaffinity(0))
+    return config.moe_threads or max(1, cores // config.parsed_layout.moe)
+
+
+def make_backend(config: ExpertPlexConfig, layers: Sequence[ExpertWeights]) -> Backend:
+    """The configured backend over these layers."""
+    from vllm_expertplex.moe_server.backend_torch import TorchBackend
+
+    return TorchBackend(layers)
+
+
+def _load(vllm_config: VllmConfig, local_experts: Sequence[int]) -> dict[str, ExpertWeights]:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+    from vllm_expertplex.moe_server.store import load_experts
+
+    # vLLM's model classes ask for process groups; this one has only this process in it.
+    with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(vllm_config):
+        init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        return load_experts(vllm_config, local_experts)

@@ -1,0 +1,37 @@
+"""Which weight formats ExpertPlex serves, and how a checkpoint's is recognised.
+
+Owns: the scheme of a model's experts. Must not know: servers, kernels.
+"""
+
+import enum
+from typing import Any
+
+
+class QuantScheme(enum.Enum):
+    """How the experts of a checkpoint are stored."""
+
+    NONE = "none"  # bf16, fp16 or fp32
+    FP8_BLOCK = "fp8_block"  # e4m3 with fp32 scales of 128 x 128 blocks (DeepSeek-V3, MiniMax-M2)
+
+
+def quant_scheme(vllm_config: Any) -> QuantScheme:
+    """The scheme of the model in `vllm_config`. Raises ValueError naming what is supported."""
+    config = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
+    return scheme_of(config, vllm_config.model_config.quantization)
+
+
+def scheme_of(quantization_config: Any, requested: str | None) -> QuantScheme:
+    """The scheme of a checkpoint's `quantization_config`, with vLLM's `--quantization` value."""
+    if quantization_config is None and requested is None:
+        return QuantScheme.NONE
+    config = quantization_config or {}
+    if not isinstance(config, dict):
+        config = config.to_dict()
+    method = config.get("quant_method", requested)
+    if method == "fp8" and list(config.get("weight_block_size") or []) == [128, 128]:
+        return QuantScheme.FP8_BLOCK
+    raise ValueError(
+        f"quantization {method!r} (weight_block_size {config.get('weight_block_size')}) is not "
+        "supported by ExpertPlex; use an unquantised checkpoint or one with FP8 weights in "
+        "128x128 blocks"
+    )

@@ -1,0 +1,1 @@
+"""The serve command: options, process tree, start-up, handshake, health, clean-up."""

@@ -1,0 +1,127 @@
+"""Leaving nothing behind: processes, sockets and shared memory of a run.
+
+Owns: finding and ending what belongs to a run directory. Standard library only: the guardian
+process runs it. Must not know: roles, vLLM.
+
+Every process of a deployment is started with the run directory in its environment, so /proc tells
+which ones belong to it whatever happened to the process that started them.
+"""
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+_TRACKER = b"multiprocessing.resource_tracker"
+
+
+def processes_of(
+    run_dir: Path, variable: str, *, exclude: set[int], trackers: bool = True
+) -> list[int]:
+    """Pids whose environment has `variable` set to `run_dir`; resource trackers if asked for.
+
+    The guardian is never among them.
+    """
+    wanted = f"{variable}={run_dir}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) in exclude:
+            continue
+        try:
+            environment = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # gone, or another user's
+        if wanted in environment and (trackers or not _is_tracker(int(entry))):
+            found.append(int(entry))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    """Python's resource tracker removes leaked shared memory once its process is gone."""
+    try:
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_all(pids: list[int]) -> None:
+    """SIGKILL, and wait until they are gone."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    deadline = time.monotonic() + 5
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def end_run(run_dir: Path, variable: str, *, exclude: set[int]) -> list[int]:
+    """Kill what is left of a run, then remove its files. Returns the pids that were killed.
+
+    Resource trackers go last: with their process dead they remove its shared memory and exit.
+    """
+    killed = processes_of(run_dir, variable, exclude=exclude, trackers=False)
+    segments = _open_segments(killed)
+    kill_all(killed)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and processes_of(run_dir, variable, exclude=exclude):
+        time.sleep(0.02)
+    kill_all(processes_of(run_dir, variable, exclude=exclude))
+    for path in segments:
+        path.unlink(missing_ok=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    return killed
+
+
+def _open_segments(pids: list[int]) -> set[Path]:
+    """Shared-memory files that only these processes map, as far as this user can see.
+
+    A killed process cannot unlink what it created (vLLM's message queues, for example).
+    """
+    mine = _mapped(pids)
+    others = _mapped([int(p) for p in os.listdir("/proc") if p.isdigit() and int(p) not in pids])
+    return mine - others
+
+
+def _mapped(pids: list[int]) -> set[Path]:
+    found = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        found |= {Path(path) for path in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE)}
+    return found
+
+
+def remove_stale_runs(parent: Path, prefix: str) -> list[Path]:
+    """Remove run directories whose owner, named in their `owner` file, is gone."""
+    removed = []
+    for run_dir in parent.glob(f"{prefix}*"):
+        try:
+            pid, started = (run_dir / "owner").read_text().split()
+            stale = run_dir.stat().st_uid == os.getuid() and start_time(int(pid)) != started
+        except (OSError, ValueError):
+            continue  # half made by a start under way, or another user's
+        if stale:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            removed.append(run_dir)
+    return removed
+
+
+def start_time(pid: int) -> str | None:
+    """When `pid` started, in clock ticks since boot: with the pid it names one process for ever."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None

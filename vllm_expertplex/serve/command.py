@@ -1,0 +1,40 @@
+"""`vllm serve MODEL --executor expertplex`: vLLM's own serve command around a deployment.
+
+Owns: the command from parsed arguments to exit code. Must not know: requests, tensors.
+"""
+
+import argparse
+import os
+import sys
+
+from vllm_expertplex.config import ExpertPlexConfig
+from vllm_expertplex.serve import options
+from vllm_expertplex.serve.run import run_directory
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Run vLLM's API server over a deployment; when it ends, nothing of it is left."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    from vllm_expertplex.serve.deployment import DeploymentError
+
+    config = options.check(args)
+    options.apply(args, config)
+    _set_thread_environment(config)
+    with run_directory():
+        try:
+            ServeSubcommand.cmd(args)
+        except DeploymentError as error:
+            print(f"vllm serve: error: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+
+
+def _set_thread_environment(config: ExpertPlexConfig) -> None:
+    """OpenMP reads these once, so they must be there before an attention server starts."""
+    cores = len(os.sched_getaffinity(0))
+    servers = sum(1 for _ in config.parsed_layout)
+    threads = config.attention_threads or max(1, cores // servers)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    # Servers take turns on the cores; pinning each to its own share would leave cores idle.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

@@ -1,0 +1,44 @@
+"""From vLLM's request for an engine-core client to a running deployment.
+
+Owns: starting the engines through vLLM's own factory. Must not know: what engines do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from vllm_expertplex.client.core_client import ExpertPlexClient
+from vllm_expertplex.config import ServerSettings
+from vllm_expertplex.serve import status
+from vllm_expertplex.serve.deployment import Deployment
+
+
+def launch(
+    make_async_mp_client: Callable[..., Any],
+    settings: ServerSettings,
+    vllm_config: VllmConfig,
+    executor_class: type,
+    log_stats: bool,
+    *,
+    renderer: Any = None,
+    **_single_client: Any,
+) -> ExpertPlexClient:
+    """Start a deployment and return the client in front of it. Raises DeploymentError."""
+    deployment = Deployment(vllm_config, settings)
+
+    def make_engine(config: VllmConfig, first_decode: bool) -> Any:
+        # One client warms the renderer up; which one does not matter.
+        mine = renderer if first_decode else None
+        return make_async_mp_client(config, executor_class, log_stats, renderer=mine)
+
+    deployment.start(make_engine)
+    # Engines may have lowered it to what fits their KV cache.
+    fits = min(config.model_config.max_model_len for config in deployment.configs)
+    vllm_config.model_config.max_model_len = fits
+    front = deployment.configs[deployment.layout.prefill].cache_config
+    vllm_config.cache_config.num_gpu_blocks = front.num_gpu_blocks
+    vllm_config.cache_config.block_size = front.block_size
+    client = ExpertPlexClient(deployment, fits)
+    status.publish(client)
+    return client

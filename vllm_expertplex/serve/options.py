@@ -1,0 +1,214 @@
+"""The command line: our options, and what of vLLM's is refused under `--executor expertplex`.
+
+Owns: parsing, defaults, refusals by name before anything starts. Must not know: processes.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, load_config
+from vllm_expertplex.layout import Layout
+
+EXECUTORS = ("default", "expertplex")
+
+_GiB = 2**30
+_KV_SHARE = 0.4  # of free memory, over all attention servers, when nothing is said
+_KV_MOST = 4 * _GiB
+
+_refusal: str | None = None
+
+
+def refuse_start(reason: str | None) -> None:
+    """Record why `--executor expertplex` cannot start on this vLLM; None when it can."""
+    global _refusal
+    _refusal = reason
+
+
+def add_options(parser: Any) -> Any:
+    """Add the ExpertPlex group to vLLM's engine options."""
+    group = parser.add_argument_group(
+        title="ExpertPlex",
+        description="MoE serving with experts held once and shared by separate prefill and decode "
+        "servers.",
+    )
+    group.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default="default",
+        action=_ExecutorAction,
+        help="Who runs the model: vLLM itself, or ExpertPlex.",
+    )
+    group.add_argument(
+        "--expertplex-layout",
+        metavar="xPyDzE",
+        default=None,
+        help="Numbers of prefill, decode and MoE servers, for example 1P1D1E (the default) or "
+        "1P3D4E. Prefill and decode servers hold attention, MoE servers hold every expert once.",
+    )
+    group.add_argument(
+        "--expertplex-config",
+        metavar="FILE",
+        default=None,
+        help="JSON or TOML file with further options: "
+        + ", ".join(ExpertPlexConfig.__struct_fields__)
+        + ".",
+    )
+    group.add_argument(
+        "--expertplex-trace",
+        metavar="FILE",
+        default=None,
+        help="Write a trace of the tile scheduler that opens in Perfetto, one file per MoE server.",
+    )
+    return parser
+
+
+class _ExecutorAction(argparse.Action):
+    """`--executor expertplex` takes over the serve command, which argparse finds in the namespace."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        if values == "expertplex":
+            from vllm_expertplex.serve.command import serve
+
+            namespace.dispatch_function = serve
+
+
+class Refusal(NamedTuple):
+    """A vLLM option that ExpertPlex does not serve, when `unsupported(value)`."""
+
+    option: str
+    unsupported: Callable[[Any], bool]
+    instead: str
+
+    @property
+    def attribute(self) -> str:
+        return self.option.removeprefix("--").replace("-", "_")
+
+
+def _above_one(value: Any) -> bool:
+    return value not in (None, 1)
+
+
+def _given(value: Any) -> bool:
+    return value not in (None, False, "", 0, [], {})
+
+
+def _is_not(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in (None, *allowed)
+
+
+_LAYOUT_INSTEAD = "use --expertplex-layout to choose how many servers there are"
+
+REFUSALS = (
+    Refusal("--headless", _given, "start the whole deployment with one command"),
+    Refusal("--grpc", _given, "use the HTTP server"),
+    Refusal("--api-server-count", _above_one, "one API server fronts a deployment"),
+    Refusal("--tensor-parallel-size", _above_one, _LAYOUT_INSTEAD),
+    Refusal("--pipeline-parallel-size", _above_one, _LAYOUT_INSTEAD),
+    Refusal("--data-parallel-size", _above_one, _LAYOUT_INSTEAD),
+    Refusal("--data-parallel-rank", lambda v: v is not None, _LAYOUT_INSTEAD),
+    Refusal("--data-parallel-hybrid-lb", _given, _LAYOUT_INSTEAD),
+    Refusal("--data-parallel-external-lb", _given, _LAYOUT_INSTEAD),
+    Refusal("--data-parallel-multi-port-external-lb", _given, _LAYOUT_INSTEAD),
+    Refusal("--prefill-context-parallel-size", _above_one, _LAYOUT_INSTEAD),
+    Refusal("--decode-context-parallel-size", _above_one, _LAYOUT_INSTEAD),
+    Refusal("--nnodes", _above_one, "all servers run on this machine"),
+    Refusal("--enable-expert-parallel", _given, "MoE servers always split experts"),
+    Refusal("--enable-eplb", _given, "experts are placed evenly over MoE servers"),
+    Refusal("--enable-elastic-ep", _given, "restart with another layout"),
+    Refusal("--enable-dbo", _given, "leave it out"),
+    Refusal("--distributed-executor-backend", _given, "--executor expertplex is the backend"),
+    Refusal("--worker-cls", _is_not("auto"), "leave it out"),
+    Refusal("--scheduler-cls", _given, "decode servers bring their own scheduler"),
+    Refusal("--kv-transfer-config", _given, "prefill and decode servers set up their own"),
+    Refusal("--speculative-config", _given, "leave it out"),
+    Refusal("--enable-lora", _given, "serve a merged checkpoint"),
+    Refusal("--enable-sleep-mode", _given, "leave it out"),
+    Refusal("--cpu-offload-gb", _given, "use more MoE servers"),
+    Refusal("--runner", _is_not("auto", "generate"), "only generation is served"),
+    Refusal("--load-format", _is_not("auto", "hf", "safetensors"), "use a safetensors checkpoint"),
+)
+
+_ENVIRONMENT = {
+    "VLLM_USE_RUST_FRONTEND": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def _error(message: str) -> NoReturn:
+    """argparse's way to end a command: the message alone, exit code 2."""
+    raise SystemExit(_usage_error(message))
+
+
+def _usage_error(message: str) -> int:
+    import sys
+
+    print(f"vllm serve: error: {message}", file=sys.stderr)
+    return 2
+
+
+def check(args: argparse.Namespace) -> ExpertPlexConfig:
+    """Refuse what cannot work, by name, and return the configuration. Ends the command on errors."""
+    if _refusal is not None:
+        _error(_refusal)
+    for refusal in REFUSALS:
+        value = getattr(args, refusal.attribute, None)
+        if refusal.unsupported(value):
+            _error(
+                f"{refusal.option} {value} is not supported with --executor expertplex; "
+                f"{refusal.instead}"
+            )
+    for name, value in _ENVIRONMENT.items():
+        if os.environ.get(name) == value:
+            _error(f"{name}={value} is not supported with --executor expertplex; unset it")
+    try:
+        return load_config(
+            args.expertplex_config, layout=args.expertplex_layout, trace=args.expertplex_trace
+        )
+    except ValueError as error:
+        _error(str(error))
+
+
+def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
+    """Set vLLM's options for a deployment of `config`; what the user set stays."""
+    from vllm.platforms import current_platform
+
+    from vllm_expertplex.executor.executor import EXECUTOR
+    from vllm_expertplex.executor.loader import LOAD_FORMAT
+    from vllm_expertplex.serve.deployment import kv_transfer_config
+
+    settings = ServerSettings(config, ServerSettings.FRONT)
+    args.distributed_executor_backend = EXECUTOR
+    args.load_format = LOAD_FORMAT
+    # The API server accounts for decode's KV transfers; its statistics need the configuration.
+    args.kv_transfer_config = kv_transfer_config(settings, "decode")
+    args.additional_config = {
+        **(args.additional_config or {}),
+        **settings.to_additional_config(),
+    }
+    if current_platform.is_cpu():
+        _apply_cpu_defaults(args, config.parsed_layout)
+
+
+def _apply_cpu_defaults(args: argparse.Namespace, layout: Layout) -> None:
+    # vLLM's default on CPU, bf16 through torch.compile, answers wrongly on some CPUs and takes
+    # minutes to start. Whoever wants it says --compilation-config.
+    if not _compilation_chosen(args):
+        args.enforce_eager = True
+    if args.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        import psutil
+
+        servers = layout.prefill + layout.decode
+        share = int(psutil.virtual_memory().available * _KV_SHARE / servers)
+        args.kv_cache_memory_bytes = min(share, _KV_MOST)
+
+
+def _compilation_chosen(args: argparse.Namespace) -> bool:
+    from vllm.config import CompilationConfig
+
+    chosen = getattr(args, "compilation_config", None)
+    return chosen is not None and chosen != CompilationConfig()

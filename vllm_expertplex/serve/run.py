@@ -1,0 +1,43 @@
+"""The run directory of one `vllm serve`, and what must happen when the command ends.
+
+Owns: creating the directory, the guardian, and the environment that marks our processes.
+Must not know: roles, vLLM.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_expertplex.config import ENV_RUN_DIR
+from vllm_expertplex.serve import cleanup, guardian
+
+_PREFIX = "expertplex-"
+
+
+def _parent() -> Path:
+    """Memory-backed where there is such a place: the slots live here."""
+    shm = Path("/dev/shm")
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+@contextmanager
+def run_directory() -> Iterator[Path]:
+    """An owner-only directory for this run; when it ends, nothing of the run is left."""
+    parent = _parent()
+    cleanup.remove_stale_runs(parent, _PREFIX)
+    run_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
+    (run_dir / "owner").write_text(f"{os.getpid()} {cleanup.start_time(os.getpid())}")
+    os.environ[ENV_RUN_DIR] = str(run_dir)
+    # vLLM's own sockets go there too, so that they disappear with it.
+    os.environ["VLLM_RPC_BASE_PATH"] = str(run_dir)
+    watcher = guardian.start(run_dir, ENV_RUN_DIR)
+    try:
+        yield run_dir
+    finally:
+        cleanup.end_run(run_dir, ENV_RUN_DIR, exclude={os.getpid()})
+        del os.environ[ENV_RUN_DIR], os.environ["VLLM_RPC_BASE_PATH"]
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        watcher.wait(timeout=10)

@@ -1,0 +1,160 @@
+"""What a person and Prometheus can see of a deployment: `/expertplex/status` and `/metrics`.
+
+Owns: reading counters and putting them in those two forms. Must not know: how they come about.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from vllm_expertplex import metrics
+from vllm_expertplex.client.core_client import ExpertPlexClient
+from vllm_expertplex.layout import PHASES
+
+_client: ExpertPlexClient | None = None
+
+
+def publish(client: ExpertPlexClient) -> None:
+    """Make `client` the deployment this process reports on."""
+    global _client
+    _client = client
+    REGISTRY.register(_Collector(client))
+
+
+def attach(app: Any) -> None:
+    """Add `GET /expertplex/status` to vLLM's FastAPI app."""
+
+    @app.get("/expertplex/status")
+    async def status() -> dict[str, Any]:
+        """Layout, and every server with what it holds and has done."""
+        assert _client is not None
+        return {
+            "layout": str(_client.deployment.layout),
+            "servers": servers(_client),
+            "requests": _client.table.count(),
+            "failure": _client.deployment.failure,
+        }
+
+
+def servers(client: ExpertPlexClient) -> list[dict[str, Any]]:
+    """One row per server; bytes, blocks and tokens as plain numbers, None where it has none."""
+    deployment = client.deployment
+    rows = []
+    for index, server in enumerate(deployment.layout.attention_servers):
+        record = deployment.records[server.name]
+        blocks = deployment.configs[index].cache_config.num_gpu_blocks or 0
+        rows.append(
+            {
+                "role": server.role,
+                "rank": server.rank,
+                "engine": index,
+                "pid": record.pid,
+                "device": record.device,
+                "weight_bytes": record.weight_bytes,
+                "kv_blocks": blocks,
+                "kv_blocks_used": round(blocks * client.kv_usage[index]),
+                "tokens": client.tokens[index],
+                "state": "lost" if server.name in deployment.lost else "ready",
+            }
+        )
+    for server, board in zip(deployment.layout.moe_servers, deployment.boards, strict=True):
+        record = deployment.records[server.name]
+        rows.append(
+            {
+                "role": server.role,
+                "rank": server.rank,
+                "engine": None,
+                "pid": record.pid,
+                "device": record.device,
+                "weight_bytes": record.weight_bytes,
+                "kv_blocks": None,
+                "kv_blocks_used": None,
+                "tokens": sum(board.counters(phase)["tokens"] for phase in PHASES.values()),
+                "state": "lost" if deployment.failure else "ready",
+            }
+        )
+    return rows
+
+
+class _Collector:
+    """Reads the deployment whenever `/metrics` is asked for; costs nothing in between."""
+
+    def __init__(self, client: ExpertPlexClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        client = self._client
+        rows = servers(client)
+
+        def each(
+            metric: metrics.Metric, values: Iterable[tuple[tuple[Any, ...], float | None]]
+        ) -> Metric:
+            kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+            family = kind(metric.name, metric.help, labels=metric.labels)
+            for labels, value in values:
+                if value is not None:
+                    family.add_metric([str(label) for label in labels], value)
+            return family
+
+        def per_server(metric: metrics.Metric, field: str) -> Metric:
+            return each(metric, (((r["role"], r["rank"]), r[field]) for r in rows))
+
+        yield each(
+            metrics.SERVER_INFO,
+            (
+                (
+                    (
+                        r["role"],
+                        r["rank"],
+                        "" if r["engine"] is None else r["engine"],
+                        r["pid"],
+                        r["device"],
+                    ),
+                    1.0,
+                )
+                for r in rows
+                if r["state"] == "ready"
+            ),
+        )
+        yield per_server(metrics.WEIGHT_BYTES, "weight_bytes")
+        yield per_server(metrics.KV_BLOCKS, "kv_blocks")
+        yield per_server(metrics.KV_BLOCKS_USED, "kv_blocks_used")
+        yield per_server(metrics.TOKENS, "tokens")
+        yield each(
+            metrics.REQUESTS, (((state,), n) for state, n in client.table.count().items())
+        )
+        yield each(metrics.RELEASED, [((), client.table.released)])
+        yield from self._moe_servers(each)
+        yield from self._remote_layers(each)
+
+    def _moe_servers(self, each: Any) -> Iterator[Metric]:
+        deployment = self._client.deployment
+        boards = list(zip(deployment.layout.moe_servers, deployment.boards, strict=True))
+        yield each(
+            metrics.HEARTBEAT_AGE,
+            (((s.role, s.rank), max(0.0, board.heartbeat_age_s())) for s, board in boards),
+        )
+        counters = [
+            ((s.role, s.rank, phase), board.counters(number))
+            for s, board in boards
+            for phase, number in PHASES.items()
+        ]
+        yield each(metrics.MOE_OPERATIONS, ((key, c["operations"]) for key, c in counters))
+        yield each(metrics.MOE_BUSY_SECONDS, ((key, c["busy_ns"] * 1e-9) for key, c in counters))
+
+    def _remote_layers(self, each: Any) -> Iterator[Metric]:
+        deployment = self._client.deployment
+        first = deployment.layout.moe_servers[0].name  # where an attention server keeps its times
+        counters = [
+            ((s.role, s.rank), deployment.slots[s.name, first].counters())
+            for s in deployment.layout.attention_servers
+        ]
+        yield each(metrics.MOE_LAYERS, ((key, c["operations"]) for key, c in counters))
+        for metric, field in (
+            (metrics.DISPATCH_SECONDS, "dispatch_ns"),
+            (metrics.WAIT_SECONDS, "wait_ns"),
+            (metrics.COMBINE_SECONDS, "combine_ns"),
+        ):
+            yield each(metric, ((key, c[field] * 1e-9) for key, c in counters))

@@ -1,0 +1,51 @@
+"""Numbers both sides of the data path derive from one vLLM configuration.
+
+Owns: slot shapes, the expert map, the spin budget. Must not know: processes, tensors.
+"""
+
+import os
+from typing import Any
+
+from vllm_expertplex._comm import Shape
+from vllm_expertplex.config import ExpertPlexConfig
+from vllm_expertplex.layout import ExpertMap, Layout
+
+# A process that spins while another needs its core makes both slower, so it only pays when every
+# server has a core of its own; then this covers the usual gap between two layers.
+_SPIN_US = 200
+
+
+def slot_shape(vllm_config: Any) -> Shape:
+    """The slots of an attention server: room for the most tokens its scheduler can emit."""
+    model_config = vllm_config.model_config
+    return Shape(
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        model_config.get_hidden_size(),
+        experts_per_token(model_config.hf_text_config),
+        model_config.dtype.itemsize,
+    )
+
+
+def expert_map(vllm_config: Any, layout: Layout) -> ExpertMap:
+    """Where each routed expert lives. Raises ValueError when the layout has too many servers."""
+    return ExpertMap.contiguous(vllm_config.model_config.get_num_experts(), layout.moe)
+
+
+def experts_per_token(hf_config: Any) -> int:
+    """Top-k of a model. Raises ValueError for a model without routed experts."""
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"):
+        value = getattr(hf_config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ValueError(
+        f"{getattr(hf_config, 'architectures', hf_config)} has no routed experts per token in its "
+        "config.json; --executor expertplex serves mixture-of-experts models"
+    )
+
+
+def spin_us(config: ExpertPlexConfig) -> int:
+    """Busy wait in us before sleeping on a signal."""
+    if config.spin_us >= 0:
+        return config.spin_us
+    servers = sum(1 for _ in config.parsed_layout)
+    return _SPIN_US if len(os.sched_getaffinity(0)) >= servers else 0
