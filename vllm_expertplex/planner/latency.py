@@ -58,24 +58,39 @@ class Latency:
         tp: int = 1,
         overlap: str = NO_OVERLAP,
     ) -> Parts:
-        """`requests` prompts of `length` tokens over `sources` prefill servers.
+        """`requests` prompts of `length` tokens spread over `sources` prefill servers.
 
-        servers: MoE servers. sms: share of their SMs. A server sends at most `prefill_tokens` at a
-        time; a longer batch makes several rounds through the MoE servers.
+        servers: MoE servers. sms: share of their SMs.
         """
         each = np.ceil(requests / sources)
+        return self.prefill_step(each, length, requests * length, servers, sms, tp, overlap)
+
+    def prefill_step(
+        self,
+        each: Number,
+        length: Number,
+        tokens: Number,
+        servers: Array,
+        sms: Number,
+        tp: int = 1,
+        overlap: str = NO_OVERLAP,
+    ) -> Parts:
+        """`each` prompts of `length` on the fullest prefill server, `tokens` over all of them.
+
+        A server sends at most `prefill_tokens` at a time; a longer batch makes several rounds
+        through the MoE servers.
+        """
         rounds = np.maximum(1.0, np.ceil(each * length / self.assumptions.prefill_tokens))
-        tokens = requests * length
         attention = self.kernels.prefill_attention(each, length, tp)
         attention = attention + self.kernels.head(each, tp)
         reduce = self.network.all_reduce(each * length / rounds, tp) * rounds * self.model.layers
         shared = self.kernels.shared_experts(each * length, tp)
         half = 2.0 if overlap == TBO else 1.0  # micro-batches
-        moe, exchange = self._routed(
+        moe, exchange = self.routed(
             PREFILL, each * length, tokens, servers, sms, rounds * half, hierarchical=True
         )
         host = self.assumptions.host_prefill
-        return _overlapped(overlap, attention + reduce, shared, exchange, moe, host)
+        return overlapped(overlap, attention + reduce, shared, exchange, moe, host)
 
     def decode(
         self,
@@ -89,16 +104,29 @@ class Latency:
     ) -> Parts:
         """One token for each of `batch` requests at context `length` over `sources` servers."""
         each = np.ceil(batch / sources)
+        return self.decode_step(each, length, batch, servers, sms, tp, overlap)
+
+    def decode_step(
+        self,
+        each: Number,
+        length: Number,
+        batch: Number,
+        servers: Array,
+        sms: Number,
+        tp: int = 1,
+        overlap: str = NO_OVERLAP,
+    ) -> Parts:
+        """`each` queries at context `length` on the fullest decode server, `batch` over all."""
         half = 2.0 if overlap == TBO else 1.0
         attention = self.kernels.decode_attention(each / half, length, tp) * half
         attention = attention + self.kernels.head(each, tp)
         reduce = self.network.all_reduce(each / half, tp) * half * self.model.layers
         shared = self.kernels.shared_experts(each / half, tp) * half
-        moe, exchange = self._routed(DECODE, each, batch, servers, sms, half, hierarchical=False)
+        moe, exchange = self.routed(DECODE, each, batch, servers, sms, half, hierarchical=False)
         host = self.assumptions.host_decode
-        return _overlapped(overlap, attention + reduce, shared, exchange, moe, host)
+        return overlapped(overlap, attention + reduce, shared, exchange, moe, host)
 
-    def _routed(
+    def routed(
         self,
         phase: str,
         per_source: Number,
@@ -136,7 +164,7 @@ class Latency:
         return min(most, float(np.ceil(q * now / planned / c) * c))
 
 
-def _overlapped(
+def overlapped(
     overlap: str, attention: Number, shared: Number, exchange: Number, moe: Number, host: float
 ) -> Parts:
     """Combine the parts: TBO hides the shorter path, SBO the shorter of shared and routed."""
