@@ -1,0 +1,237 @@
+// Block-scaled FP8 (or BF16) grouped GEMM on one CTA: the TMA side, the math side, the output side.
+//
+// The three run in different warps and meet at the pipeline's stages. Numerics follow DeepGEMM's 1D2D scheme: 128-wide
+// K blocks are summed by the tensor cores, then promoted into fp32 by the activation row's and the weight block's scale.
+// Nothing here knows where tiles come from.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <deep_gemm/mma/sm90.cuh>
+#include <deep_gemm/ptx/wgmma.cuh>
+
+#include "layout.cuh"
+#include "sync.cuh"
+
+namespace expertplex::apk {
+
+struct alignas(1024) GemmMemory {
+    uint8_t output[2][kOutputBytes];              // per warpgroup; also scratch of the row stages
+    uint8_t stage[kStages][kStageBytes];
+    float row_scales[kStages][kStageRowsA];
+    float weight_scales[2][2 * kMaxKBlocks];      // per slot of the tile ring, two rows of K/128 scales
+    Barrier full[kStages], empty[kStages];
+    Barrier scales_full[2];
+};
+
+struct PipelineState {
+    uint32_t stage = 0, parity = 0;
+    __device__ __forceinline__ void advance() {
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+__device__ __forceinline__ uint32_t weight_offset(uint32_t shape) { return shape == kStackCols ? 8192 : 16384; }
+
+// Called by one whole warp. `on_block(k)` runs before K block k is loaded (the tile's claim-ahead mark).
+template <class OnBlock>
+__device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe, const TileMessage& m, uint32_t ring_slot,
+                                          uint32_t rank, const Template& op, const Layer& layer, const uint64_t* deadline,
+                                          OnBlock on_block) {
+    const uint32_t gemm = m.tile.stage == kStageDown ? kDown : kGateUp;
+    const uint32_t n = gemm_n(gemm), k_blocks = gemm_k_blocks(gemm), shape = m.shape(), lane = threadIdx.x % 32;
+    if constexpr (kFp8) {
+        const uint32_t blocks = n / 128, first = m.col / 128;
+        const float* scales = layer.scales[gemm] + static_cast<size_t>(m.expert()) * blocks * k_blocks;
+        const float* row0 = scales + min(first, blocks - 1) * k_blocks;
+        const float* row1 = scales + min(first + 1, blocks - 1) * k_blocks;
+        float* dst = mem.weight_scales[ring_slot];
+        for (uint32_t i = lane; i < 2 * k_blocks; i += 32) {
+            const float* src = i < k_blocks ? row0 + i : row1 + (i - k_blocks);
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_addr(dst + i)), "l"(src) : "memory");
+        }
+        mem.scales_full[ring_slot].arrive_after_copies();
+    }
+    fence_async_global();  // rows written by ordinary stores are read by TMA from here on
+
+    const bool tall = shape != kStackCols, wide = shape <= kPairCols;
+    const void* map_a = &op.a[gemm][tall ? 0 : 1];
+    const void* map_sfa = &op.sfa[gemm][tall ? 0 : 1];
+    const void* map_b = wide ? &layer.wide[gemm] : &layer.narrow[gemm];
+    const uint32_t weight_row = m.expert() * n + m.col;
+    const uint32_t bytes = (tall ? 16384u + (kFp8 ? 512u : 0u) : 8192u + (kFp8 ? 256u : 0u)) +
+                           (wide ? kWideN * 128u : tall ? 16384u : 32768u);
+    constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    const uint64_t weight_hint = tall ? kNormal : static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+    const bool any = m.rows() != 0;
+    for (uint32_t k = 0; k < k_blocks; ++k, pipe.advance()) {
+        mem.empty[pipe.stage].wait(pipe.parity ^ 1, deadline);
+        on_block(k);
+        if (cute::elect_one_sync()) {
+            auto* full = reinterpret_cast<uint64_t*>(&mem.full[pipe.stage]);
+            uint8_t* a = mem.stage[pipe.stage];
+            uint8_t* b = a + weight_offset(shape);
+            const int32_t kc = k * kBlockK;
+            if (any) {
+                using Load = cute::SM90_TMA_LOAD_2D;
+                using Multicast = cute::SM90_TMA_LOAD_MULTICAST_2D;
+                Load::copy(map_a, full, kNormal, a, kc, m.row);
+                if constexpr (kFp8) Load::copy(map_sfa, full, kNormal, mem.row_scales[pipe.stage], m.row, k);
+                if (wide) {
+                    constexpr uint32_t kHalf = kWideN / 2;
+                    if (shape == kPairRows && kMulticast == 2) {
+                        Multicast::copy(map_b, full, 3, kNormal, b + rank * kHalf * 128, kc, weight_row + rank * kHalf);
+                    } else if (shape == kPairRows && kMulticast == 1) {
+                        if (rank == 0) Multicast::copy(map_b, full, 3, kNormal, b, kc, weight_row);
+                    } else if constexpr (kMulticast == 2) {
+                        Load::copy(map_b, full, kNormal, b, kc, weight_row);
+                        Load::copy(map_b, full, kNormal, b + kHalf * 128, kc, weight_row + kHalf);
+                    } else {
+                        Load::copy(map_b, full, kNormal, b, kc, weight_row);
+                    }
+                } else {
+                    Load::copy(map_b, full, weight_hint, b, kc, weight_row);
+                    if (!tall) Load::copy(map_b, full, weight_hint, b + 16384, kc, weight_row + 128);
+                }
+                mem.full[pipe.stage].arrive_expect(bytes);
+            } else {
+                mem.full[pipe.stage].arrive();
+            }
+        }
+        __syncwarp();
+    }
+}
+
+// One warpgroup's 64 x kN product; every thread ends with kN/2 fp32 sums in the WGMMA register layout.
+template <uint32_t kN>
+__device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, float (&sum)[kN / 2], uint32_t k_blocks,
+                                         uint32_t a_offset, uint32_t b_offset, uint32_t scale_row, const float* sfb0,
+                                         const float* sfb1, bool middle_first, const uint64_t* deadline) {
+    using namespace deep_gemm;
+    const uint32_t lane = threadIdx.x % 32;
+    auto base = mma::sm90::make_smem_desc(mem.stage[0], 1);
+    const uint32_t low = __shfl_sync(~0u, base.reg32_[0], 0);
+    auto a = base, b = base;
+#pragma unroll
+    for (uint32_t i = 0; i < kN / 2; ++i) sum[i] = 0.0f;
+    auto product = [&](float* acc, bool keep) {
+        const uint32_t at = low + pipe.stage * (kStageBytes / 16);
+#pragma unroll
+        for (uint32_t i = 0; i < kN / 2; ++i) ptx::warpgroup_fence_operand(acc[i]);
+        ptx::warpgroup_arrive();
+#pragma unroll
+        for (uint32_t kk = 0; kk < 4; ++kk) {
+            a.reg32_[0] = at + a_offset / 16 + kk * 2;
+            b.reg32_[0] = at + b_offset / 16 + kk * 2;
+            if constexpr (kFp8)
+                mma::sm90::FP8MMASelector<kN>::type::wgmma(a, b, acc, keep || kk);
+            else
+                mma::sm90::BF16MMASelector<kN>::type::wgmma(a, b, acc, keep || kk);
+        }
+        ptx::warpgroup_commit_batch();
+#pragma unroll
+        for (uint32_t i = 0; i < kN / 2; ++i) ptx::warpgroup_fence_operand(acc[i]);
+        ptx::warpgroup_wait<0>();
+        if (lane < kCluster) mem.empty[pipe.stage].arrive_at(lane);  // both CTAs: a multicast needs both stages free
+    };
+    if constexpr (kFp8) {
+        float acc[kN / 2];
+#pragma unroll 4
+        for (uint32_t k = 0; k < k_blocks; ++k, pipe.advance()) {
+            const float b0 = sfb0[k], b1 = kN > 128 ? sfb1[k] : b0;
+            mem.full[pipe.stage].wait(pipe.parity, deadline);
+            const float a0 = mem.row_scales[pipe.stage][scale_row], a1 = mem.row_scales[pipe.stage][scale_row + 8];
+            product(acc, false);
+            const float s0[3] = {a0 * b0, middle_first ? a0 * b0 : a0 * b1, a0 * b1};
+            const float s1[3] = {a1 * b0, middle_first ? a1 * b0 : a1 * b1, a1 * b1};
+#pragma unroll
+            for (uint32_t i = 0; i < kN / 8; ++i) {
+                const uint32_t third = kN > 128 ? i / 8 : 0;
+                sum[4 * i] += s0[third] * acc[4 * i];
+                sum[4 * i + 1] += s0[third] * acc[4 * i + 1];
+                sum[4 * i + 2] += s1[third] * acc[4 * i + 2];
+                sum[4 * i + 3] += s1[third] * acc[4 * i + 3];
+            }
+        }
+    } else {
+#pragma unroll 2
+        for (uint32_t k = 0; k < k_blocks; ++k, pipe.advance()) {
+            mem.full[pipe.stage].wait(pipe.parity, deadline);
+            product(sum, k != 0);
+        }
+    }
+}
+
+// A warpgroup without rows of its own still hands every stage back.
+__device__ __forceinline__ void skip(GemmMemory& mem, PipelineState& pipe, uint32_t k_blocks, const uint64_t* deadline) {
+    for (uint32_t k = 0; k < k_blocks; ++k, pipe.advance()) {
+        mem.full[pipe.stage].wait(pipe.parity, deadline);
+        if (threadIdx.x % 32 < kCluster) mem.empty[pipe.stage].arrive_at(threadIdx.x % 32);
+    }
+}
+
+// bf16 into 64x64 boxes of 128-byte swizzled rows, as the output's TMA descriptor expects them.
+template <uint32_t kN>
+__device__ __forceinline__ void write_output(uint8_t* output, const float (&sum)[kN / 2]) {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const uint32_t row = lane % 8 + lane / 8 % 2 * 8;
+    auto pack = [](float x, float y) {
+        const __nv_bfloat162 v = __float22bfloat162_rn({x, y});
+        return *reinterpret_cast<const uint32_t*>(&v);
+    };
+#pragma unroll
+    for (uint32_t i = 0; i < kN / 8; i += 2) {  // 16 columns: matrices (rows 0-7, 8-15) x (columns 0-7, 8-15)
+        const uint32_t chunk = i % 8 + lane / 16;
+        const uint32_t dst = smem_addr(output + i / 8 * 8192 + warp * 2048 + row * 128 + (chunk ^ row % 8) * 16);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst),
+                     "r"(pack(sum[4 * i], sum[4 * i + 1])), "r"(pack(sum[4 * i + 2], sum[4 * i + 3])),
+                     "r"(pack(sum[4 * i + 4], sum[4 * i + 5])), "r"(pack(sum[4 * i + 6], sum[4 * i + 7]))
+                     : "memory");
+    }
+}
+
+// The math warps' part of a GEMM tile, up to and including its output in shared memory. `before_output` waits until
+// the output buffer of this warpgroup is free.
+template <class BeforeOutput>
+__device__ __forceinline__ void multiply_tile(GemmMemory& mem, PipelineState& pipe, const TileMessage& m, uint32_t ring_slot,
+                                              const uint64_t* deadline, BeforeOutput before_output) {
+    const uint32_t gemm = m.tile.stage == kStageDown ? kDown : kGateUp;
+    const uint32_t k_blocks = gemm_k_blocks(gemm), shape = m.shape();
+    const uint32_t group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const uint32_t scale_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const float* sfb = mem.weight_scales[ring_slot];
+    const bool cols = shape == kStackCols;
+    const bool mine = cols ? m.rows() != 0 && m.col + group * 128 < gemm_n(gemm) : m.rows() > group * 64;
+    if (!mine) {
+        skip(mem, pipe, k_blocks, deadline);
+        before_output();
+    } else if (shape <= kPairCols) {
+        float sum[kWideN / 2];
+        multiply<kWideN>(mem, pipe, sum, k_blocks, group * 8192, 16384, group * 64 + scale_row, sfb, sfb + k_blocks,
+                         m.col % 128 == 0, deadline);
+        before_output();
+        write_output<kWideN>(mem.output[group], sum);
+    } else {
+        float sum[kNarrowN / 2];
+        multiply<kNarrowN>(mem, pipe, sum, k_blocks, cols ? 0 : group * 8192, cols ? 8192 + group * 16384 : 16384,
+                           (cols ? 0 : group * 64) + scale_row, cols && group ? sfb + k_blocks : sfb, sfb, true, deadline);
+        before_output();
+        write_output<kNarrowN>(mem.output[group], sum);
+    }
+    fence_async_shared();
+}
+
+// One thread: starts the TMA stores of one warpgroup's output. The caller commits and waits.
+__device__ __forceinline__ void store_output(GemmMemory& mem, const TileMessage& m, uint32_t group, const Template& op) {
+    const uint32_t gemm = m.tile.stage == kStageDown ? kDown : kGateUp, n = gemm_n(gemm);
+    const bool cols = m.shape() == kStackCols;
+    const uint32_t row = m.row + (cols ? 0 : group * 64), col = m.col + (cols ? group * 128 : 0);
+    if (m.rows() == 0 || (!cols && m.rows() <= group * 64)) return;
+    const uint32_t width = m.shape() <= kPairCols ? kWideN : kNarrowN;
+    for (uint32_t i = 0; i < width && col + i < n; i += 64)
+        cute::SM90_TMA_STORE_2D::copy(&op.out[gemm], mem.output[group] + i / 64 * 8192, col + i, row);
+}
+
+}  // namespace expertplex::apk

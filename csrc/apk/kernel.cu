@@ -1,0 +1,375 @@
+// The Adaptive Persistent Kernel: one launch runs the MoE operations of both phases, tile by tile, from the scheduler's
+// queues (ExpertPlex section 4).
+//
+// A cluster of two CTAs is one worker. In each CTA warps 0-7 compute, warp 8 loads by TMA, warp 10 stores and reports
+// tiles as finished. In the leader CTA warp 9 claims tiles and sends each to all warps of both CTAs through a ring of
+// two messages, so both CTAs and all warps run the same tiles in the same order. Warp 11 of CTA 0 is the controller:
+// the only one that reads words written by others than this kernel.
+#include "rows.cuh"
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/cluster_sm90.hpp>
+
+namespace expertplex::apk {
+
+constexpr uint32_t kRing = 2;
+constexpr uint32_t kTakers = kCluster * (kMathThreads / 32 + 2);
+
+struct SharedMemory {
+    GemmMemory gemm;
+    TileMessage ring[kRing];
+    Barrier ring_full[kRing], ring_empty[kRing];      // empty: the leader's, all takers of both CTAs
+    Barrier output_full[2], output_empty[2];          // per warpgroup, one phase per tile
+    Barrier claim_next;                               // one phase per tile: the leader may claim the next
+    Worker worker;
+    uint64_t deadline;                                // %globaltimer; 0 ends every wait of this CTA
+    uint64_t began[kRing];
+    uint32_t peer_finished;                           // tiles the other CTA has finished, kept in the leader
+};
+
+struct RingPosition {
+    uint32_t slot = 0, parity = 0, count = 0;
+    __device__ __forceinline__ void advance() {
+        slot = slot + 1 == kRing ? 0 : slot + 1;
+        parity ^= slot == 0;
+        ++count;
+    }
+};
+
+__device__ __forceinline__ bool is_gemm(uint32_t stage) { return stage == kStageGateUp || stage == kStageDown; }
+
+// The current message; a stop if the deadline has passed.
+__device__ __forceinline__ TileMessage take(SharedMemory& sh, const RingPosition& at) {
+    const bool ok = sh.ring_full[at.slot].wait_cluster(at.parity, &sh.deadline);
+    TileMessage m = sh.ring[at.slot];
+    if (!__all_sync(~0u, ok)) m.tile.stage = kStop;
+    return m;
+}
+
+__device__ __forceinline__ void abort_cluster(SharedMemory& sh) {
+    for (uint32_t cta = 0; cta < kCluster; ++cta)
+        asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_addr(smem_addr(&sh.deadline), cta)), "l"(0ull) : "memory");
+}
+
+__device__ __forceinline__ void report(const Launch& p, uint32_t reason, uint32_t cluster, const Tile& t, uint32_t layer) {
+    if (atomicCAS_system(&p.report->reason, 0u, reason) != 0) return;
+    p.report->cluster = cluster;
+    p.report->phase = t.phase;
+    p.report->stage = t.stage;
+    p.report->layer = layer;
+    p.report->ticket = t.ticket;
+    p.report->slot = t.slot;
+    __threadfence_system();
+}
+
+// Which rows and columns a ticket of a GEMM stage stands for; the warp's lanes search the experts together, and lane r
+// returns the message of CTA r.
+__device__ __forceinline__ void locate_tile(const Template& op, uint32_t gemm, uint32_t ticket, uint32_t lane, TileMessage& m) {
+    const Groups& g = *op.groups;
+    const uint32_t n = gemm_n(gemm);
+    uint32_t expert = 0;
+#pragma unroll
+    for (uint32_t e = 0; e < kExperts; e += 32) {
+        const bool before = e + lane < kExperts && __ldcg(g.tiles[gemm] + e + lane + 1) <= ticket;
+        expert += __popc(__ballot_sync(~0u, before));
+    }
+    const uint32_t within = ticket - __ldcg(g.tiles[gemm] + expert), rows = __ldcg(g.rows + expert), row0 = __ldcg(g.row0 + expert);
+    const uint32_t rank = lane;
+    uint32_t shape, block, col;
+    if (op.wide) {
+        const uint32_t blocks = ceil_div(rows, 128), cols = ceil_div(n, kWideN), pairs = blocks / 2;
+        if (within < pairs * cols) {
+            const uint32_t band = within / (kRaster * cols), rest = within - band * kRaster * cols;
+            const uint32_t height = min(kRaster, pairs - band * kRaster);
+            shape = kPairRows;
+            block = (band * kRaster + rest % height) * 2 + rank;
+            col = rest / height * kWideN;
+        } else {
+            shape = kPairCols;
+            block = blocks - 1;
+            col = ((within - pairs * cols) * 2 + rank) * kWideN;
+        }
+    } else if (rows <= 64) {
+        shape = kStackCols;
+        block = 0;
+        col = (within * 2 + rank) * 2 * kNarrowN;
+    } else {
+        const uint32_t blocks = ceil_div(rows, 128);
+        shape = kStackRows;
+        block = within % blocks;
+        col = (within / blocks * 2 + rank) * kNarrowN;
+    }
+    const uint32_t valid = col < n ? min(128u, rows - block * 128) : 0;
+    m.row = row0 + block * 128;
+    m.col = col;
+    m.packed = valid | expert << 8 | shape << 24;
+}
+
+// Warp 9 of the leader CTA.
+__device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint32_t cluster, uint64_t start_ns) {
+    const uint32_t lane = threadIdx.x % 32;
+    State& s = *p.state;
+    TileMessage m{};
+    if (lane == 0) init(sh.worker, cluster);
+    __syncwarp();
+    for (RingPosition at;; at.advance()) {
+        // A tile that does not get on: the claim mark of the previous one, or its readers.
+        const uint64_t limit = global_ns() + p.tile_ns;
+        bool ok = sh.ring_empty[at.slot].wait(at.parity ^ 1, &sh.deadline);
+        if (at.count) ok &= sh.claim_next.wait((at.count - 1) & 1, &sh.deadline);
+        (void)limit;
+        Next next = Next::kStop;
+        uint32_t where = 0;
+        if (lane == 0 && ok) {
+            while (true) {
+                const uint32_t seen = load_acquire(s.work);
+                const uint64_t now = global_ns();
+                next = claim(s, sh.worker, now, m.tile);
+                if (next == Next::kTile || next == Next::kStop) break;
+                if (next == Next::kIdle)
+                    while (load_relaxed(s.work) == seen && global_ns() < now + 20000) __nanosleep(40);
+                if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline)) {
+                    next = Next::kStop;
+                    break;
+                }
+            }
+            if (next == Next::kTile) {
+                const Operation& op = s.queue[m.tile.phase].slot[m.tile.slot].op;
+                where = static_cast<uint32_t>(op.user & 0xffff) | op.layer << 16;
+                if (p.times) {
+                    auto* first = &p.times[op.user >> 16].first_tile;
+                    if (load_relaxed(*first) == 0) store_relaxed(*first, global_ns());
+                }
+            }
+        }
+        next = static_cast<Next>(__shfl_sync(~0u, static_cast<int>(next), 0));
+        const bool tile = next == Next::kTile;
+        uint32_t* words = reinterpret_cast<uint32_t*>(&m.tile);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) words[i] = __shfl_sync(~0u, words[i], 0);
+        m.where = __shfl_sync(~0u, where, 0);
+        if (!tile) m.tile.stage = kStop;
+        m.row = m.col = m.packed = 0;
+        if (tile && is_gemm(m.tile.stage))
+            locate_tile(p.templates[m.operation()], m.tile.stage == kStageDown ? kDown : kGateUp, m.tile.ticket, lane, m);
+        if (lane < kCluster) {
+            sh.ring_full[at.slot].arrive_expect_at(sizeof(TileMessage), lane);
+            const uint32_t dst = peer_addr(smem_addr(&sh.ring[at.slot]), lane), bar = peer_addr(smem_addr(&sh.ring_full[at.slot]), lane);
+            const uint4* v = reinterpret_cast<const uint4*>(&m);
+            store_async(dst, bar, v[0]);
+            store_async(dst + 16, bar, v[1]);
+        }
+        __syncwarp();
+        if (!tile) return;
+    }
+}
+
+// Warp 8: loads.
+__device__ __forceinline__ void produce(SharedMemory& sh, const Launch& p, uint32_t rank) {
+    const uint32_t lane = threadIdx.x % 32;
+    PipelineState pipe;
+    for (RingPosition at;; at.advance()) {
+        const TileMessage m = take(sh, at);
+        if (lane == 0) sh.ring_empty[at.slot].arrive_at(0);
+        if (m.tile.stage == kStop) break;
+        if (is_gemm(m.tile.stage)) {
+            const uint32_t blocks = gemm_k_blocks(m.tile.stage == kStageDown ? kDown : kGateUp);
+            const uint32_t mark = blocks > kClaimAhead ? blocks - kClaimAhead : 0;
+            load_tile(sh.gemm, pipe, m, at.slot, rank, p.templates[m.operation()], p.layers[m.layer()], &sh.deadline, [&](uint32_t k) {
+                if (k == mark && rank == 0 && lane == 0) sh.claim_next.arrive();
+            });
+        } else if constexpr (kFp8) {
+            sh.gemm.scales_full[at.slot].arrive();
+        }
+    }
+    for (uint32_t i = 0; i < kStages; ++i, pipe.advance()) sh.gemm.empty[pipe.stage].wait(pipe.parity ^ 1, &sh.deadline);
+}
+
+// Warp 10, one thread: stores, and reports to the scheduler.
+__device__ __forceinline__ void complete(SharedMemory& sh, const Launch& p, uint32_t rank, uint32_t cluster) {
+    State& s = *p.state;
+    uint32_t traced = 0;
+    for (RingPosition at;; at.advance()) {
+        const bool ok = sh.ring_full[at.slot].wait_cluster(at.parity, &sh.deadline);
+        const TileMessage m = sh.ring[at.slot];
+        sh.ring_empty[at.slot].arrive_at(0);
+        if (!ok || m.tile.stage == kStop) break;
+        const bool gemm = is_gemm(m.tile.stage);
+        bool done = true;
+        for (uint32_t group = 0; group < 2; ++group) {
+            done &= sh.output_full[group].wait(at.count & 1, &sh.deadline);
+            if (gemm && done) store_output(sh.gemm, m, group, p.templates[m.operation()]);
+        }
+        const uint64_t began = sh.began[at.slot];
+        if (gemm) {
+            asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+        }
+        for (uint32_t group = 0; group < 2; ++group) sh.output_empty[group].arrive();
+        if (gemm) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (!done) break;
+        fence_async_global();
+        __threadfence();
+        if (rank != 0) {
+            asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(peer_addr(smem_addr(&sh.peer_finished), 0)) : "memory");
+            continue;
+        }
+        uint32_t peer = 0;
+        do {
+            asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];" : "=r"(peer) : "r"(smem_addr(&sh.peer_finished)) : "memory");
+        } while (static_cast<int32_t>(peer - at.count) <= 0 && global_ns() < *static_cast<volatile uint64_t*>(&sh.deadline));
+        if (static_cast<int32_t>(peer - at.count) <= 0) break;
+        Operation op;
+        const uint32_t identity = static_cast<uint32_t>(s.queue[m.tile.phase].slot[m.tile.slot].op.user >> 16);
+        const Finish result = finish(s, m.tile, op);
+        const uint64_t now = global_ns();
+        if (result == Finish::kDone && p.times) p.times[identity].done = now;
+        if (p.trace && traced < p.trace_capacity)
+            p.trace[static_cast<size_t>(cluster) * p.trace_capacity + traced++] = {began, now, m.tile.phase, m.tile.stage, identity, m.tile.ticket};
+    }
+    if (p.trace && rank == 0) p.trace_count[cluster] = traced;
+}
+
+// Warps 0-7.
+__device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint32_t rank) {
+    const uint32_t lane = threadIdx.x % 32, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    PipelineState pipe;
+    for (RingPosition at;; at.advance()) {
+        const TileMessage m = take(sh, at);
+        if (m.tile.stage == kStop) break;
+        if (threadIdx.x == 0) sh.began[at.slot] = global_ns();
+        auto output_free = [&] { sh.output_empty[group].wait((at.count & 1) ^ 1, &sh.deadline); };
+        auto claim_next = [&] {
+            if (rank == 0 && threadIdx.x == 0) sh.claim_next.arrive();
+        };
+        if (is_gemm(m.tile.stage)) {
+            if constexpr (kFp8) sh.gemm.scales_full[at.slot].wait(at.parity, &sh.deadline);
+            multiply_tile(sh.gemm, pipe, m, at.slot, &sh.deadline, output_free);
+        } else {
+            const Template& op = p.templates[m.operation()];
+            output_free();
+            sync_threads<kMathThreads>(1);
+            if (m.tile.stage == kCount) {
+                claim_next();
+                count_tile(*p.state, m, op, rank, reinterpret_cast<uint32_t*>(sh.gemm.output));
+            } else if (m.tile.stage == kCopy) {
+                copy_tile(m, op, rank, claim_next);
+            } else if (m.tile.stage == kActivate) {
+                activate_tile(m, op, rank, claim_next);
+            } else if (m.tile.stage == kGather) {
+                gather_tile(m, op, rank, claim_next);
+            } else {  // kHang
+                while (global_ns() < *static_cast<volatile uint64_t*>(&sh.deadline)) __nanosleep(1000);
+            }
+        }
+        __syncwarp();
+        sh.output_full[group].arrive();
+        if (lane == 0) sh.ring_empty[at.slot].arrive_at(0);
+    }
+}
+
+// Warp 11 of CTA 0.
+__device__ __forceinline__ void control(SharedMemory& sh, const Launch& p, uint64_t start_ns) {
+    const uint32_t lane = threadIdx.x % 32;
+    State& s = *p.state;
+    uint32_t next = 0, stop = 0;
+    while (stop == kRun) {
+        const uint64_t now = global_ns();
+        if (lane == 0) {
+            *static_cast<volatile uint64_t*>(p.heartbeat) = now;
+            stop = *static_cast<const volatile uint32_t*>(p.stop);
+            if (now >= *static_cast<volatile uint64_t*>(&sh.deadline)) {
+                report(p, 1, 0, Tile{}, 0);
+                stop = kAbort;
+            }
+        }
+        stop = __shfl_sync(~0u, stop, 0);
+        if (stop == kRun && next == p.n_arrivals) stop = kDrain;
+        if (stop != kRun) break;
+        const Arrival& arrival = p.arrivals[next];
+        if (now < start_ns + arrival.at_ns) continue;
+        uint64_t epoch = 0;
+        if (lane == 0) {
+            const Operation& op = arrival.op;
+            if (p.times) p.times[op.user >> 16].submitted = now;
+            if (arrival.phase == kDecode) fetch_add(s.demand, op.x_moe);
+            const Submit result = submit(s.queue[arrival.phase], op, ~0ull);
+            if (result == Submit::kQueued) {
+                if (arrival.phase == kDecode) epoch = begin_epoch(s);
+                ++next;
+            } else if (arrival.phase == kDecode) {
+                fetch_add(s.demand, 0u - op.x_moe);
+            }
+        }
+        next = __shfl_sync(~0u, next, 0);
+        epoch = __shfl_sync(~0u, epoch, 0);
+        if (epoch) announce_epoch(s, epoch, lane, 32);
+        __syncwarp();
+        if (lane == 0) wake(s);
+    }
+    uint64_t epoch = 0;
+    if (lane == 0) {
+        raise(s.stop, stop);
+        epoch = begin_epoch(s);
+    }
+    announce_epoch(s, __shfl_sync(~0u, epoch, 0), lane, 32);
+    __syncwarp();
+    if (lane == 0) wake(s);
+}
+
+}  // namespace expertplex::apk
+
+namespace apk = expertplex::apk;
+
+extern "C" __global__ void expertplex_apk_init(expertplex::State* state, expertplex::Config config) { init(*state, config); }
+
+extern "C" __global__ void __cluster_dims__(apk::kCluster, 1, 1) __launch_bounds__(apk::kThreads, 1)
+    expertplex_apk(const __grid_constant__ apk::Launch p) {
+    using namespace expertplex;
+    using namespace expertplex::apk;
+    extern __shared__ __align__(1024) uint8_t memory[];
+    SharedMemory& sh = *reinterpret_cast<SharedMemory*>(memory);
+    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const uint32_t rank = cute::block_rank_in_cluster(), cluster = blockIdx.x / kCluster;
+    const uint64_t start_ns = global_ns();
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < kStages; ++i) {
+            sh.gemm.full[i].init(1);
+            sh.gemm.empty[i].init(kCluster * kMathThreads / 32);
+        }
+        for (uint32_t i = 0; i < kRing; ++i) {
+            sh.ring_full[i].init(1);
+            sh.ring_empty[i].init(kTakers);
+            sh.gemm.scales_full[i].init(32);
+        }
+        for (uint32_t i = 0; i < 2; ++i) {
+            sh.output_full[i].init(128);
+            sh.output_empty[i].init(1);
+        }
+        sh.claim_next.init(1);
+        sh.peer_finished = 0;
+        sh.deadline = start_ns + p.max_ns;
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_async_shared();
+    }
+    cute::cluster_arrive();
+    cute::cluster_wait();
+    if (warp >= kMathThreads / 32) {
+        cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+        if (warp == 8) produce(sh, p, rank);
+        else if (warp == 9 && rank == 0) schedule(sh, p, cluster, start_ns);
+        else if (warp == 10 && lane == 0) complete(sh, p, rank, cluster);
+        else if (warp == 11 && blockIdx.x == 0) control(sh, p, start_ns);
+        __syncwarp();
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
+        compute(sh, p, rank);
+    }
+    cute::cluster_arrive();  // the peer may still arrive at barriers of this CTA
+    cute::cluster_wait();
+}
+
+// Sizes for the host's mirror of these structures, checked at start.
+extern "C" __device__ const uint32_t expertplex_apk_sizes[] = {
+    sizeof(expertplex::State), sizeof(expertplex::apk::Groups), sizeof(expertplex::apk::Template), sizeof(expertplex::apk::Layer),
+    sizeof(expertplex::apk::Arrival), sizeof(expertplex::apk::TileTime), sizeof(expertplex::apk::Launch),
+    sizeof(expertplex::apk::SharedMemory), sizeof(expertplex::Config), sizeof(expertplex::apk::Times)};

@@ -1,0 +1,271 @@
+// The row stages of a MoE operation, run by the math warps of both CTAs of a cluster: scatter (count, copy),
+// SiLU(gate) * up + requantise, gather. They walk (token, expert) pairs, so padding rows cost nothing.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "gemm.cuh"
+#include "scheduler/scheduler.h"
+
+namespace expertplex::apk {
+
+constexpr uint32_t kWarpsPerCluster = kCluster * kMathThreads / 32;
+constexpr uint32_t kCountPairs = 4096;  // (token, expert) pairs one CTA counts per tile
+constexpr uint32_t kGatherColumns = 512;
+constexpr uint32_t kNoRow = ~0u;
+
+// Cluster tiles of one expert's rows, and x_moe's unit: see locate_tile() for the order.
+__host__ __device__ constexpr uint32_t expert_tiles(uint32_t rows, uint32_t n, bool wide) {
+    if (wide) {
+        const uint32_t blocks = ceil_div(rows, 128), cols = ceil_div(n, kWideN);
+        return blocks / 2 * cols + blocks % 2 * ceil_div(cols, 2);
+    }
+    return rows <= 64 ? (rows ? ceil_div(n, 4 * kNarrowN) : 0) : ceil_div(rows, 128) * ceil_div(n, 2 * kNarrowN);
+}
+
+// start_epoch() with many threads: its loop would take one thread tens of microseconds. `begin_epoch` is one thread's
+// part; its result goes to all threads of `announce_epoch`, which write one word p_i per cluster each.
+__device__ __forceinline__ uint64_t begin_epoch(State& s) {
+    store_relaxed(s.urgent_ns, global_ns());
+    return fetch_add(s.epoch, uint64_t{1}) + 1;
+}
+__device__ __forceinline__ void announce_epoch(State& s, uint64_t epoch, uint32_t thread, uint32_t threads) {
+    const uint32_t stop = load_relaxed(s.stop), share = decode_workers(s);
+    for (uint32_t i = thread; i < s.config.workers; i += threads)
+        raise(s.p[i].value, phase_word(epoch, stop, preferred_phase(i, share)));
+}
+
+// Inclusive sums over the experts, one per math thread.
+__device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* scratch) {
+    const uint32_t t = threadIdx.x;
+    for (uint32_t step = 1; step < kMathThreads; step *= 2) {
+        scratch[t] = value;
+        sync_threads<kMathThreads>(1);
+        if (t >= step) value += scratch[t - step];
+        sync_threads<kMathThreads>(1);
+    }
+    return value;
+}
+
+// Scatter, stage 1: each pair's place among its expert's rows; the last CTA to finish lays out rows and tiles.
+__device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const Template& op, uint32_t rank, uint32_t* scratch) {
+    const uint32_t t = threadIdx.x, pairs = op.n_tokens * kTopK;
+    uint32_t *seen = scratch, *base = scratch + kExperts, *sums = scratch + 2 * kExperts, *flag = sums + kMathThreads;
+    for (uint32_t e = t; e < kExperts; e += kMathThreads) seen[e] = 0;
+    sync_threads<kMathThreads>(1);
+    const uint32_t first = (m.tile.ticket * kCluster + rank) * kCountPairs;
+    constexpr uint32_t kEach = kCountPairs / kMathThreads;
+    int32_t expert[kEach];
+    uint32_t place[kEach];
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+        const uint32_t pair = first + i * kMathThreads + t;
+        expert[i] = pair < pairs ? __ldcg(op.expert_ids + pair) : -1;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) place[i] = expert[i] >= 0 ? atomicAdd(seen + expert[i], 1u) : 0;
+    sync_threads<kMathThreads>(1);
+    for (uint32_t e = t; e < kExperts; e += kMathThreads) base[e] = seen[e] ? atomicAdd(op.groups->counting + e, seen[e]) : 0;
+    sync_threads<kMathThreads>(1);
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+        const uint32_t pair = first + i * kMathThreads + t;
+        if (pair < pairs) op.position[pair] = expert[i] >= 0 ? base[expert[i]] + place[i] : kNoRow;
+    }
+    if (t == 0) {
+        Slot& slot = s.queue[m.tile.phase].slot[m.tile.slot];
+        *flag = fetch_add(op.groups->counted, 1u) + 1 == slot.op.tiles[kCount] * kCluster;
+    }
+    sync_threads<kMathThreads>(1);
+    if (!*flag) return;
+
+    Groups& g = *op.groups;
+    const bool wide = op.wide;
+    const uint32_t rows = t < kExperts ? __ldcg(g.counting + t) : 0;
+    uint32_t x = wide ? ceil_div(rows, 128) : ceil_div(rows, 64);
+    const uint32_t padded = ceil_div(rows, 64) * 64;
+    const uint32_t up = expert_tiles(rows, gemm_n(kGateUp), wide), down = expert_tiles(rows, gemm_n(kDown), wide);
+    const uint32_t row_end = scan(padded, sums), up_end = scan(up, sums), down_end = scan(down, sums), x_end = scan(x, sums);
+    if (t < kExperts) {
+        g.counting[t] = 0;
+        g.rows[t] = rows;
+        g.row0[t + 1] = row_end;
+        g.tiles[kGateUp][t + 1] = up_end;
+        g.tiles[kDown][t + 1] = down_end;
+    }
+    if (t == 0) g.row0[0] = g.tiles[kGateUp][0] = g.tiles[kDown][0] = g.counted = 0;
+    if (t == kExperts - 1) {
+        Slot& slot = s.queue[m.tile.phase].slot[m.tile.slot];
+        set_tiles(slot, kStageGateUp, up_end);
+        set_tiles(slot, kStageDown, down_end);
+        if (x_end == 0) set_tiles(slot, kActivate, 0);
+        if (m.tile.phase == kDecode) {
+            fetch_add(s.demand, x_end - slot.op.x_moe);
+            slot.op.x_moe = x_end;
+            sums[0] = static_cast<uint32_t>(begin_epoch(s));
+        }
+    }
+    if (m.tile.phase == kDecode) {
+        sync_threads<kMathThreads>(1);
+        announce_epoch(s, sums[0], t, kMathThreads);
+    }
+}
+
+// Pairs [first, last) of this warp in a tile whose warps take `each` pairs.
+__device__ __forceinline__ void warp_range(uint32_t ticket, uint32_t rank, uint32_t each, uint32_t total, uint32_t& first, uint32_t& last) {
+    first = min(total, ((ticket * kCluster + rank) * (kMathThreads / 32) + threadIdx.x / 32) * each);
+    last = min(total, first + each);
+}
+
+// Scatter, stage 2: token rows and their scales into expert order. A token is read once for all its experts here.
+template <class Halfway>
+__device__ __forceinline__ void copy_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+    constexpr uint32_t kRowBytes = kHidden * kElementBytes, kChunks = kRowBytes / 16;
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t first, last;
+    warp_range(m.tile.ticket, rank, op.copy_items, op.n_tokens * kTopK, first, last);
+    halfway();
+    while (first < last) {
+        const uint32_t token = first / kTopK, end = min(last, (token + 1) * kTopK), pairs = end - first;
+        uint32_t row = kNoRow;
+        if (lane < pairs) {
+            const uint32_t place = __ldcg(op.position + first + lane);
+            if (place != kNoRow) row = __ldcg(op.groups->row0 + __ldcg(op.expert_ids + first + lane)) + place;
+            op.row_of[first + lane] = row;
+        }
+        const uint32_t present = __ballot_sync(~0u, row != kNoRow);
+        if (present) {
+            const uint4* src = reinterpret_cast<const uint4*>(op.tokens + static_cast<size_t>(token) * kRowBytes);
+            for (uint32_t c = lane; c < ceil_div(kChunks, 128) * 128; c += 128) {
+                uint4 v[4];
+#pragma unroll
+                for (uint32_t i = 0; i < 4; ++i)
+                    if (c + i * 32 < kChunks) v[i] = __ldcg(src + c + i * 32);
+                for (uint32_t p = present; p; p &= p - 1) {
+                    const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
+                    uint4* dst = reinterpret_cast<uint4*>(op.rows + static_cast<size_t>(to) * kRowBytes);
+#pragma unroll
+                    for (uint32_t i = 0; i < 4; ++i)
+                        if (c + i * 32 < kChunks) __stcg(dst + c + i * 32, v[i]);
+                }
+            }
+            if constexpr (kFp8) {
+                for (uint32_t k = lane; k < ceil_div(kHidden / 128, 32) * 32; k += 32) {
+                    const float scale = k < kHidden / 128 ? __ldcg(op.token_scales + token * (kHidden / 128) + k) : 0;
+                    for (uint32_t p = present; p; p &= p - 1) {
+                        const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
+                        if (k < kHidden / 128) op.row_scales[static_cast<size_t>(k) * op.row_capacity + to] = scale;
+                    }
+                }
+            }
+        }
+        first = end;
+    }
+    fence_async_global();
+}
+
+// SiLU(gate) * up, then FP8 with one scale per 128 columns: half a warp per 128 columns, 8 columns a lane.
+template <class Halfway>
+__device__ __forceinline__ void activate_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t first, last;
+    warp_range(m.tile.ticket, rank, op.act_items, op.n_tokens * kTopK, first, last);
+    halfway();
+    for (uint32_t pair = first; pair < last; ++pair) {
+        const uint32_t row = __ldcg(op.row_of + pair);
+        if (row == kNoRow) continue;
+        const __nv_bfloat16* gate = static_cast<const __nv_bfloat16*>(op.hidden) + static_cast<size_t>(row) * 2 * kIntermediate;
+#pragma unroll 4
+        for (uint32_t c = lane * 8; c < ceil_div(kIntermediate, 256) * 256; c += 256) {
+            const bool in = c < kIntermediate;
+            uint4 g{}, u{};
+            if (in) {
+                g = __ldcg(reinterpret_cast<const uint4*>(gate + c));
+                u = __ldcg(reinterpret_cast<const uint4*>(gate + kIntermediate + c));
+            }
+            const auto* g2 = reinterpret_cast<const __nv_bfloat162*>(&g);
+            const auto* u2 = reinterpret_cast<const __nv_bfloat162*>(&u);
+            float y[8], largest = 1e-10f;
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                const float2 a = __bfloat1622float2(g2[i]), b = __bfloat1622float2(u2[i]);
+                y[2 * i] = __fdividef(a.x, 1.0f + __expf(-a.x)) * b.x;
+                y[2 * i + 1] = __fdividef(a.y, 1.0f + __expf(-a.y)) * b.y;
+                largest = fmaxf(largest, fmaxf(fabsf(y[2 * i]), fabsf(y[2 * i + 1])));
+            }
+            if constexpr (kFp8) {
+#pragma unroll
+                for (uint32_t step = 8; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+                const float inverse = 448.0f / largest;
+                uint16_t q[4];
+#pragma unroll
+                for (uint32_t i = 0; i < 4; ++i)
+                    q[i] = __nv_cvt_float2_to_fp8x2({y[2 * i] * inverse, y[2 * i + 1] * inverse}, __NV_SATFINITE, __NV_E4M3);
+                if (in) {
+                    const uint2 v{q[0] | static_cast<uint32_t>(q[1]) << 16, q[2] | static_cast<uint32_t>(q[3]) << 16};
+                    __stcg(reinterpret_cast<uint2*>(op.act + static_cast<size_t>(row) * kIntermediate + c), v);
+                    if (lane % 16 == 0) op.act_scales[static_cast<size_t>(c / 128) * op.row_capacity + row] = largest / 448.0f;
+                }
+            } else if (in) {
+                __nv_bfloat162 v[4];
+#pragma unroll
+                for (uint32_t i = 0; i < 4; ++i) v[i] = __float22bfloat162_rn({y[2 * i], y[2 * i + 1]});
+                __stcg(reinterpret_cast<uint4*>(op.act + (static_cast<size_t>(row) * kIntermediate + c) * 2), *reinterpret_cast<uint4*>(v));
+            }
+        }
+    }
+    fence_async_global();
+}
+
+// Weighted sum of a token's expert rows in fp32, rounded once to bf16. A warp takes 512 columns of a token at a time.
+template <class Halfway>
+__device__ __forceinline__ void gather_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+    constexpr uint32_t kSlices = ceil_div(kHidden, kGatherColumns);
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t first, last;
+    warp_range(m.tile.ticket, rank, op.gather_items, op.n_tokens * kSlices, first, last);
+    halfway();
+    for (; first < last; ++first) {
+        const uint32_t token = first / kSlices, begin = first % kSlices * kGatherColumns + lane * 8;
+        uint32_t row = kNoRow;
+        float weight = 0;
+        if (lane < kTopK) {
+            row = __ldcg(op.row_of + token * kTopK + lane);
+            weight = __ldcg(op.expert_weights + token * kTopK + lane);
+        }
+        const __nv_bfloat16* down = static_cast<const __nv_bfloat16*>(op.down);
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j) {
+            const uint32_t c = begin + j * 256;
+            uint4 v[kTopK];  // all loads in flight before the first use
+#pragma unroll
+            for (uint32_t k = 0; k < kTopK; ++k) {
+                const uint32_t from = __shfl_sync(~0u, row, k);
+                v[k] = uint4{};
+                if (from != kNoRow && c < kHidden)
+                    v[k] = __ldcg(reinterpret_cast<const uint4*>(down + static_cast<size_t>(from) * kHidden + c));
+            }
+            float sum[8] = {};
+#pragma unroll
+            for (uint32_t k = 0; k < kTopK; ++k) {
+                const float w = __shfl_sync(~0u, weight, k);
+                const auto* v2 = reinterpret_cast<const __nv_bfloat162*>(&v[k]);
+#pragma unroll
+                for (uint32_t i = 0; i < 4; ++i) {
+                    const float2 f = __bfloat1622float2(v2[i]);
+                    sum[2 * i] += w * f.x;
+                    sum[2 * i + 1] += w * f.y;
+                }
+            }
+            __nv_bfloat162 out[4];
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) out[i] = __float22bfloat162_rn({sum[2 * i], sum[2 * i + 1]});
+            if (c < kHidden)
+                __stcg(reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(op.result) + static_cast<size_t>(token) * kHidden + c),
+                       *reinterpret_cast<uint4*>(out));
+        }
+    }
+}
+
+}  // namespace expertplex::apk

@@ -1,0 +1,164 @@
+"""Device memory of the persistent kernel: weights of the layers, and one operation template per slot.
+
+All sizes follow from one limit per template, the tokens of an operation; nothing is allocated once the kernel runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from . import structs
+from .driver import tensor_map
+from .jit import KernelShape
+
+WARPS = 16  # of one cluster that walk rows
+ROW_ALIGNMENT = 64  # an expert's rows begin at a multiple of this
+COUNT_PAIRS = 8192  # (token, expert) pairs per cluster and tile
+GATHER_COLUMNS = 512
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def to_device(items: Sequence[ctypes.Structure], device: torch.device) -> torch.Tensor:
+    """Structures as bytes on the device."""
+    raw = b"".join(bytes(item) for item in items)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+
+
+def max_rows(shape: KernelShape, tokens: int) -> int:
+    """Rows that `tokens` tokens can need: all experts of all of them here, each expert padded."""
+    pairs = tokens * min(shape.top_k, shape.experts)
+    return _ceil(pairs + min(shape.experts, pairs) * (ROW_ALIGNMENT - 1), 128) * 128
+
+
+def expert_tiles(rows: int, n: int, wide: bool) -> int:
+    """Cluster tiles of one expert; the kernel's `expert_tiles`."""
+    if wide:
+        blocks, columns = _ceil(rows, 128), _ceil(n, 192)
+        return blocks // 2 * columns + blocks % 2 * _ceil(columns, 2)
+    if rows <= 64:
+        return _ceil(n, 512) if rows else 0
+    return _ceil(rows, 128) * _ceil(n, 256)
+
+
+class LayerWeights:
+    """One layer's experts: `gate_up` [E, 2I, H] and `down` [E, H, I], with fp32 scales [E, n/128, k/128] for FP8."""
+
+    def __init__(
+        self, shape: KernelShape, gate_up: torch.Tensor, down: torch.Tensor,
+        gate_up_scales: torch.Tensor | None = None, down_scales: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        e, h, i = shape.experts, shape.hidden, shape.intermediate
+        for name, weight, want in (("gate_up", gate_up, (e, 2 * i, h)), ("down", down, (e, h, i))):
+            if tuple(weight.shape) != want or not weight.is_contiguous():
+                raise ValueError(f"{name} weights are {tuple(weight.shape)}; expected contiguous {want}")
+        self.weights = (gate_up, down)
+        self.scales = (gate_up_scales, down_scales)
+        self.struct = structs.Layer()
+        columns = 64 if shape.bf16 else 128
+        for g, weight in enumerate(self.weights):
+            flat = weight.view(-1, weight.shape[-1])
+            box = 96 if shape.multicast == 2 else 192
+            self.struct.wide[g][:] = tensor_map(flat, box, columns, True)
+            self.struct.narrow[g][:] = tensor_map(flat, 128, columns, True)
+            scales = self.scales[g]
+            self.struct.scales[g] = scales.data_ptr() if scales is not None else 0
+
+
+class OperationTemplate:
+    """Buffers and descriptors of one operation slot. `wide`: prefill's tiles; otherwise decode's."""
+
+    def __init__(self, shape: KernelShape, tokens: int, wide: bool, device: torch.device, rows: int | None = None) -> None:
+        h, i, k = shape.hidden, shape.intermediate, shape.top_k
+        self.shape, self.max_tokens, self.wide = shape, tokens, wide
+        self.row_capacity = r = rows or max_rows(shape, tokens)
+        act = torch.bfloat16 if shape.bf16 else torch.float8_e4m3fn
+
+        def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.tokens = empty(tokens, h, dtype=act)
+        self.token_scales = empty(tokens, h // 128, dtype=torch.float32)
+        self.expert_ids = empty(tokens, k, dtype=torch.int32)
+        self.expert_weights = empty(tokens, k, dtype=torch.float32)
+        self.result = empty(tokens, h, dtype=torch.bfloat16)
+        self.position = empty(tokens, k, dtype=torch.int32)
+        self.row_of = empty(tokens, k, dtype=torch.int32)
+        self.rows, self.row_scales = empty(r, h, dtype=act), empty(h // 128, r, dtype=torch.float32)
+        self.hidden = empty(r, 2 * i, dtype=torch.bfloat16)
+        self.act, self.act_scales = empty(r, i, dtype=act), empty(i // 128, r, dtype=torch.float32)
+        self.down = empty(r, h, dtype=torch.bfloat16)
+        self.groups = torch.zeros(1 + 2 * shape.experts + 3 * (shape.experts + 1), dtype=torch.int32, device=device)
+        self.struct = self._describe()
+
+    def _describe(self) -> structs.Template:
+        s, columns = structs.Template(), 64 if self.shape.bf16 else 128
+        for g, (a, sfa, out) in enumerate(
+            ((self.rows, self.row_scales, self.hidden), (self.act, self.act_scales, self.down))
+        ):
+            for b, box in enumerate((128, 64)):
+                s.a[g][b][:] = tensor_map(a, box, columns, True)
+                s.sfa[g][b][:] = tensor_map(sfa, 1, box, False)
+            s.out[g][:] = tensor_map(out, 64, 64, True)
+        for name in (
+            "tokens", "token_scales", "expert_ids", "expert_weights", "result", "position", "row_of", "rows",
+            "row_scales", "hidden", "act", "act_scales", "down", "groups",
+        ):  # fmt: skip
+            setattr(s, name, getattr(self, name).data_ptr())
+        s.row_capacity, s.wide = self.row_capacity, int(self.wide)
+        self._set_tokens(s, self.max_tokens)
+        return s
+
+    def _set_tokens(self, s: structs.Template, tokens: int) -> None:
+        """Work per warp and tile: small for decode, so that a few tokens spread over the GPU."""
+        k, busy = self.shape.top_k, 66 * WARPS
+        s.n_tokens = tokens
+        s.copy_items = min(2 * k, _ceil(_ceil(tokens * k, busy), k) * k if tokens * k > busy else 1)
+        s.act_items = min(8, _ceil(tokens * k, busy))
+        s.gather_items = min(4, _ceil(tokens * _ceil(self.shape.hidden, GATHER_COLUMNS), busy))
+
+    def set_tokens(self, tokens: int) -> None:
+        if not 0 < tokens <= self.max_tokens:
+            raise ValueError(f"{tokens} tokens in an operation; this template takes 1 to {self.max_tokens}")
+        self._set_tokens(self.struct, tokens)
+
+    def operation(self, template: int, identity: int, layer: int = 0, x_moe: int = 0) -> structs.Operation:
+        """All six stages; the GEMMs' tiles follow from the count."""
+        s, k = self.struct, self.shape.top_k
+        op = structs.Operation(sources=1, user=template | identity << 16, layer=layer, x_moe=x_moe, n_stages=6)
+        pairs = s.n_tokens * k
+        op.tiles[structs.COUNT] = _ceil(pairs, COUNT_PAIRS)
+        op.tiles[structs.COPY] = _ceil(pairs, WARPS * s.copy_items)
+        op.tiles[structs.GATE_UP] = op.tiles[structs.DOWN] = 1  # until counted
+        op.tiles[structs.ACTIVATE] = _ceil(pairs, WARPS * s.act_items)
+        op.tiles[structs.GATHER] = _ceil(s.n_tokens * _ceil(self.shape.hidden, GATHER_COLUMNS), WARPS * s.gather_items)
+        return op
+
+    def set_groups(self, rows: Sequence[int], row0: Sequence[int] | None = None) -> None:
+        """Lays out experts' rows from the host, for running GEMM stages alone. `row0`: first rows; default packed."""
+        e = self.shape.experts
+        if row0 is None:
+            row0 = [0]
+            for r in rows:
+                row0.append(row0[-1] + _ceil(r, ROW_ALIGNMENT) * ROW_ALIGNMENT)
+        prefix = []
+        for n in (2 * self.shape.intermediate, self.shape.hidden):
+            sums = [0]
+            for r in rows:
+                sums.append(sums[-1] + expert_tiles(r, n, self.wide))
+            prefix.append(sums)
+        flat = [0] * (e + 1) + list(rows) + list(row0)[: e + 1] + prefix[0] + prefix[1]
+        self.groups.copy_(torch.tensor(flat, dtype=torch.int32))
+        self.row0, self.totals = list(row0), (prefix[0][-1], prefix[1][-1])
+
+    def gemm_operation(self, template: int, identity: int, stage: int, layer: int = 0, x_moe: int = 0) -> structs.Operation:
+        """One GEMM stage over the groups of `set_groups`."""
+        op = structs.Operation(sources=1, user=template | identity << 16, layer=layer, x_moe=x_moe, n_stages=6)
+        op.tiles[stage] = self.totals[0 if stage == structs.GATE_UP else 1]
+        op.n_stages = stage + 1
+        return op

@@ -1,0 +1,122 @@
+"""Builds the kernel for one model's shapes, and keeps the result.
+
+Needs `nvcc` (CUDA 12.9 or newer) and the header package `sgl-deep-gemm` (DeepGEMM and CUTLASS headers), no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+HEADER_PACKAGE = "sgl-deep-gemm"
+ARCH = "compute_90a,code=sm_90a"
+_SUPPRESSED = "39,161,174,177,186,940"  # diagnostics inside the packaged headers
+_FLAGS = [
+    "-std=c++20", "-cubin", f"-gencode=arch={ARCH}", "-O3", "--expt-relaxed-constexpr",
+    f"--diag-suppress={_SUPPRESSED}", "--ptxas-options=--register-usage-level=10,-v",
+]  # fmt: skip
+
+
+class KernelShape(msgspec.Struct, frozen=True):
+    """What the kernel is compiled for. Sizes in elements; `hidden` and `intermediate` are multiples of 128."""
+
+    hidden: int
+    intermediate: int
+    experts: int  # on this GPU, 1-256
+    top_k: int  # 1-16
+    bf16: bool = False  # bf16 weights and activations instead of block-scaled FP8
+    multicast: int = 2  # weights in a cluster: 0 each CTA loads all, 1 rank 0 sends, 2 each sends half
+    claim_ahead: int = 4  # K blocks still to load when the next tile is claimed
+    raster: int = 8  # row-block pairs walked before the next column block
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate"):
+            size = getattr(self, name)
+            if size <= 0 or size % 128:
+                raise ValueError(f"{name} size {size} is not a positive multiple of 128")
+        if not 1 <= self.experts <= 256:
+            raise ValueError(f"{self.experts} experts on one GPU; the kernel holds 1 to 256")
+        if not 1 <= self.top_k <= 16:
+            raise ValueError(f"top-k {self.top_k}; the kernel takes 1 to 16")
+
+    def defines(self) -> list[str]:
+        values = {
+            "HIDDEN": self.hidden, "INTERMEDIATE": self.intermediate, "EXPERTS": self.experts,
+            "TOP_K": self.top_k, "MULTICAST": self.multicast, "CLAIM_AHEAD": self.claim_ahead,
+            "RASTER": self.raster,
+        }  # fmt: skip
+        return [f"-DAPK_{k}={v}" for k, v in values.items()] + (["-DAPK_BF16"] if self.bf16 else [])
+
+
+class Toolchain(msgspec.Struct, frozen=True):
+    """A compiler and the headers it is given."""
+
+    nvcc: str
+    include: Path
+    version: str  # of both, part of the cache key
+
+    @staticmethod
+    def find() -> Toolchain:
+        """Raises RuntimeError naming what is missing and how to get it."""
+        nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+        if nvcc is None:
+            raise RuntimeError("nvcc not found on PATH or in /usr/local/cuda/bin: install the CUDA toolkit")
+        spec = importlib.util.find_spec("deep_gemm")  # located, not imported: its binary is not needed
+        if spec is None or not spec.submodule_search_locations:
+            raise RuntimeError(f"DeepGEMM's headers not found: pip install {HEADER_PACKAGE}")
+        include = Path(spec.submodule_search_locations[0]) / "include"
+        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        return Toolchain(nvcc, include, f"{output.splitlines()[-1]} {importlib.metadata.version(HEADER_PACKAGE)}")
+
+
+def sources() -> Path:
+    """The repository's `csrc/`, holding `apk/` and `scheduler/`."""
+    return Path(__file__).resolve().parents[3] / "csrc"
+
+
+def cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vllm-expertplex" / "apk"
+
+
+def cache_key(shape: KernelShape, version: str) -> str:
+    """Covers everything that decides the result: sources, flags, shapes, compiler, headers."""
+    digest = hashlib.sha256()
+    for path in sorted([*sources().glob("apk/*.cu*"), *sources().glob("scheduler/*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update("\0".join([*_FLAGS, *shape.defines(), version]).encode())
+    return digest.hexdigest()[:24]
+
+
+def compile_kernel(shape: KernelShape, out: Path, toolchain: Toolchain | None = None) -> str:
+    """Compiles to the cubin `out` and returns ptxas' resource report. Raises RuntimeError with the compiler's output."""
+    tools = toolchain or Toolchain.find()
+    command = [
+        tools.nvcc, *_FLAGS, *shape.defines(), f"-I{tools.include}", f"-I{sources()}",
+        str(sources() / "apk" / "kernel.cu"), "-o", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc failed on the persistent kernel for {shape}:\n{done.stderr[-4000:]}")
+    return done.stderr
+
+
+def kernel_path(shape: KernelShape) -> Path:
+    """The cubin for `shape`, compiled now if it is not in the cache (about 6 s)."""
+    tools = Toolchain.find()
+    path = cache_dir() / f"{cache_key(shape, tools.version)}.cubin"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            built = Path(scratch) / "kernel.cubin"
+            compile_kernel(shape, built, tools)
+            built.replace(path)  # atomic: several servers may start at once
+    return path

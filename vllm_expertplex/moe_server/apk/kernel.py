@@ -1,0 +1,145 @@
+"""Loads, launches and watches the persistent kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import structs
+from .buffers import LayerWeights, OperationTemplate, to_device
+from .driver import Module, launch
+from .jit import KernelShape, kernel_path
+
+THREADS = 384
+_MIRRORED = {2: structs.Template, 3: structs.Layer, 4: structs.Arrival, 5: structs.TileTime, 6: structs.Launch,
+             8: structs.Config, 9: structs.Times}  # fmt: skip
+REASONS = {1: "the launch ran out of time", 2: "a tile took too long", 3: "an operation is overdue"}
+
+
+class KernelHang(RuntimeError):
+    """The kernel ended early; the message names what it was doing."""
+
+
+class TileTime(NamedTuple):
+    cluster: int
+    began: int
+    ended: int
+    phase: int
+    stage: int
+    identity: int
+
+
+class RunTimes(NamedTuple):
+    """Of one finite run: per operation (submitted, first tile, done) in ns of the GPU's clock; tiles if traced."""
+
+    operations: list[tuple[int, int, int]]
+    tiles: list[TileTime]
+    kernel_us: float
+
+
+class PersistentKernel:
+    """The kernel of one model's shapes on the current device."""
+
+    def __init__(self, shape: KernelShape, cubin: Path | None = None, clusters: int | None = None) -> None:
+        self.shape = shape
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.clusters = clusters or self.sms // 2
+        self._module = Module(cubin or kernel_path(shape))
+        sizes = self._module.words("expertplex_apk_sizes")
+        for index, struct in _MIRRORED.items():
+            if sizes[index] != ctypes.sizeof(struct):
+                raise RuntimeError(
+                    f"{struct.__name__}: {ctypes.sizeof(struct)} B here, {sizes[index]} B in the kernel: rebuild it"
+                )
+        self.shared_bytes = sizes[7]
+        self._main = self._module.function("expertplex_apk", self.shared_bytes)
+        self._init = self._module.function("expertplex_apk_init")
+        self.state_bytes = sizes[0]
+        self._report = torch.zeros(ctypes.sizeof(structs.Report), dtype=torch.uint8, pin_memory=True)
+        self._words = torch.zeros(64, dtype=torch.int64, pin_memory=True)  # heartbeat, stop
+
+    def prepare(
+        self, templates: Sequence[OperationTemplate], layers: Sequence[LayerWeights],
+        arrivals: Sequence[tuple[int, int, structs.Operation]], budget: structs.Budget | None = None,
+        hold_ns: int = 0, quantum: int = 1 << 20, max_ms: int = 1000, trace: int = 0,
+    ) -> FiniteRun:  # fmt: skip
+        """A run that submits each (ns after start, phase, operation) and ends when all are done."""
+        return FiniteRun(self, templates, layers, arrivals, budget, hold_ns, quantum, max_ms, trace)
+
+
+class FiniteRun:
+    """Device copies of everything one run needs, so that a launch is one copy and one kernel."""
+
+    def __init__(
+        self, kernel: PersistentKernel, templates: Sequence[OperationTemplate], layers: Sequence[LayerWeights],
+        arrivals: Sequence[tuple[int, int, structs.Operation]], budget: structs.Budget | None,
+        hold_ns: int, quantum: int, max_ms: int, trace: int,
+    ) -> None:  # fmt: skip
+        k, device = kernel, kernel.device
+        self.kernel, self.trace = kernel, trace
+        self.n = len(arrivals)
+        self._templates = to_device([t.struct for t in templates], device)
+        self._layers = to_device([w.struct for w in layers], device)
+        self._arrivals = to_device([structs.Arrival(op, ns, phase) for ns, phase, op in arrivals], device)
+        self._trace = torch.zeros(k.clusters * trace * 4 + 1, dtype=torch.int64, device=device)
+        self._traced = torch.zeros(k.clusters, dtype=torch.int32, device=device)
+        all_sms = 2 * k.clusters
+        config = structs.Config(k.clusters, quantum, hold_ns, budget or structs.Budget(all_sms, all_sms, 1, 2))
+        # What a run starts from, made once: a launch is then one copy and one kernel.
+        self._live = torch.zeros(k.state_bytes + self.n * 24, dtype=torch.uint8, device=device)
+        stream = torch.cuda.current_stream()
+        launch(k._init, 1, 1, 0, stream, ctypes.c_uint64(self._live.data_ptr()), config)
+        self._initial = self._live.clone()
+        self._times = self._live[k.state_bytes :].view(torch.int64).view(self.n, 3)
+        self.arguments = structs.Launch(
+            state=self._live.data_ptr(), templates=self._templates.data_ptr(), layers=self._layers.data_ptr(),
+            arrivals=self._arrivals.data_ptr(), times=self._times.data_ptr(),
+            trace=self._trace.data_ptr() if trace else 0, trace_count=self._traced.data_ptr(),
+            report=k._report.data_ptr(), heartbeat=k._words.data_ptr(), stop=k._words.data_ptr() + 64,
+            max_ns=max_ms * 1_000_000, tile_ns=100_000_000, n_arrivals=self.n, trace_capacity=trace,
+        )  # fmt: skip
+
+    def launch(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Queues the run on `stream` (capturable in a CUDA graph)."""
+        k, on = self.kernel, stream or torch.cuda.current_stream()
+        with torch.cuda.stream(on):
+            self._live.copy_(self._initial)
+        launch(k._main, 2 * k.clusters, THREADS, k.shared_bytes, on, self.arguments)
+
+    def run(self) -> RunTimes:
+        """Launches, waits, and returns the times. Raises KernelHang with the kernel's own report."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self.launch()
+        end.record()
+        end.synchronize()
+        self.check()
+        return RunTimes(self.operation_times(), self.tile_times(), start.elapsed_time(end) * 1e3)
+
+    def check(self) -> None:
+        r = structs.Report.from_buffer_copy(bytes(self.kernel._report.numpy().tobytes()))
+        if r.reason:
+            self.kernel._report.zero_()
+            stage = structs.STAGES[r.stage] if r.stage < len(structs.STAGES) else f"stage {r.stage}"
+            raise KernelHang(
+                f"{REASONS.get(r.reason, r.reason)}: cluster {r.cluster}, phase {r.phase}, {stage}, "
+                f"layer {r.layer}, tile {r.ticket}, slot {r.slot}"
+            )
+
+    def operation_times(self) -> list[tuple[int, int, int]]:
+        return [(int(a), int(b), int(c)) for a, b, c in self._times.tolist()]
+
+    def tile_times(self) -> list[TileTime]:
+        if not self.trace:
+            return []
+        counts, raw = self._traced.tolist(), self._trace[:-1].view(-1, self.trace, 4).cpu()
+        tiles = []
+        for cluster, count in enumerate(counts):
+            for began, ended, ps, it in raw[cluster, :count].tolist():
+                tiles.append(TileTime(cluster, began, ended, ps & 0xFFFFFFFF, ps >> 32 & 0xFFFFFFFF, it & 0xFFFFFFFF))
+        return tiles

@@ -1,0 +1,80 @@
+"""ctypes mirrors of the structures in `csrc/apk/layout.cuh` and `csrc/scheduler/`; sizes are checked at load."""
+
+from __future__ import annotations
+
+import ctypes as c
+
+U32, U64, Pointer = c.c_uint32, c.c_uint64, c.c_uint64
+TENSOR_MAP = c.c_uint8 * 128
+
+DECODE, PREFILL = 0, 1
+COUNT, COPY, GATE_UP, ACTIVATE, DOWN, GATHER = range(6)
+STAGES = ("scatter: count", "scatter: copy", "GateUp", "SiLU*mul + quantise", "Down", "gather")
+MAX_STAGES = 8
+
+
+class _Struct(c.Structure):
+    pass
+
+
+class Budget(_Struct):
+    _fields_ = (("q", U32), ("q_max", U32), ("x_star", U32), ("cluster", U32))
+
+
+class Config(_Struct):
+    _fields_ = (("workers", U32), ("quantum", U32), ("hold_ns", U64), ("budget", Budget))
+
+
+class Operation(_Struct):
+    _fields_ = (
+        ("sources", U64), ("user", U64), ("layer", U32), ("x_moe", U32), ("n_stages", U32),
+        ("tiles", U32 * MAX_STAGES),
+    )  # fmt: skip
+
+
+class Arrival(_Struct):
+    _fields_ = (("op", Operation), ("at_ns", U64), ("phase", U32))
+
+
+class Times(_Struct):
+    _fields_ = (("submitted", U64), ("first_tile", U64), ("done", U64))
+
+
+class TileTime(_Struct):
+    _fields_ = (
+        ("began", U64), ("ended", U64), ("phase", U32), ("stage", U32), ("identity", U32), ("ticket", U32),
+    )  # fmt: skip
+
+
+class Report(_Struct):
+    _fields_ = tuple(
+        (name, U32)
+        for name in ("reason", "cluster", "phase", "stage", "layer", "ticket", "slot", "reserved")
+    )
+
+
+class Template(_Struct):
+    _fields_ = (
+        ("a", TENSOR_MAP * 2 * 2), ("sfa", TENSOR_MAP * 2 * 2), ("out", TENSOR_MAP * 2),
+        ("tokens", Pointer), ("token_scales", Pointer), ("expert_ids", Pointer),
+        ("expert_weights", Pointer), ("result", Pointer), ("position", Pointer), ("row_of", Pointer),
+        ("rows", Pointer), ("row_scales", Pointer), ("hidden", Pointer), ("act", Pointer),
+        ("act_scales", Pointer), ("down", Pointer), ("groups", Pointer),
+        ("n_tokens", U32), ("row_capacity", U32), ("wide", U32),
+        ("copy_items", U32), ("act_items", U32), ("gather_items", U32), ("_pad", c.c_uint8 * 120),
+    )  # fmt: skip
+
+
+class Layer(_Struct):
+    _fields_ = (
+        ("wide", TENSOR_MAP * 2), ("narrow", TENSOR_MAP * 2), ("scales", Pointer * 2), ("_pad", c.c_uint8 * 112),
+    )  # fmt: skip
+
+
+class Launch(_Struct):
+    _fields_ = (
+        ("state", Pointer), ("templates", Pointer), ("layers", Pointer), ("arrivals", Pointer),
+        ("times", Pointer), ("trace", Pointer), ("trace_count", Pointer), ("report", Pointer),
+        ("heartbeat", Pointer), ("stop", Pointer), ("max_ns", U64), ("tile_ns", U64),
+        ("n_arrivals", U32), ("trace_capacity", U32),
+    )  # fmt: skip
