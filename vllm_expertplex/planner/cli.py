@@ -7,10 +7,16 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from vllm_expertplex.layout import Layout
 from vllm_expertplex.planner.impossible import explain
 from vllm_expertplex.planner.plan import Plan, make_plan, write_plan
 from vllm_expertplex.planner.report import print_plan
-from vllm_expertplex.planner.search import Candidate, search, search_exhaustive
+from vllm_expertplex.planner.search import (
+    Candidate,
+    fixed_layout,
+    search,
+    search_exhaustive,
+)
 from vllm_expertplex.planner.setup import Setting, add_setting_arguments, setting_from
 
 HELP = "find the layout, parallelism and SM budget of the highest goodput; needs no GPU"
@@ -31,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="alike: every node holds the same mix (auto: up to 8 whole nodes); free: any split",
     )
+    parser.add_argument("--layout", help="take this layout, e.g. 1P3D4E, and plan the rest")
     parser.add_argument("--exhaustive", action="store_true", help="Algorithm 1 as written; slower")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan for `vllm serve`")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
@@ -46,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 1 with a reason on stderr when no layout serves the load."""
     try:
         setting = setting_from(args)
-        plan = find_plan(setting, args.gpus, args.placement, args.exhaustive)
+        plan = find_plan(setting, args.gpus, args.placement, args.exhaustive, args.layout)
     except ValueError as error:
         print(f"vllm-expertplex plan: {error}", file=sys.stderr)
         return 1
@@ -66,9 +73,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def find_plan(setting: Setting, gpus: int, placement: str, exhaustive: bool = False) -> Plan:
+def find_plan(
+    setting: Setting,
+    gpus: int,
+    placement: str = "auto",
+    exhaustive: bool = False,
+    layout: str | None = None,
+) -> Plan:
     """Search and explain. Raises `Infeasible` (a ValueError) when nothing serves the load."""
     problem, space = setting.problem(gpus), setting.space(gpus, placement)
+    if layout:
+        given = Layout.parse(layout)
+        if given.prefill + given.decode + given.moe > gpus:
+            raise ValueError(f"layout {given} needs more than the {gpus} GPUs given with --gpus")
+        fixed = fixed_layout(problem, space, given)
+        if fixed is None:
+            raise ValueError(
+                f"layout {given} cannot serve this load within memory and targets; leave --layout "
+                "out to see whether another can"
+            )
+        return make_plan(setting, gpus, placement, fixed)
     finder = search_exhaustive if exhaustive else search
     best: Candidate | None
     with Progress(transient=True, disable=gpus < 64, console=Console(stderr=True)) as bar:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_expertplex.layout import Layout
 from vllm_expertplex.planner.latency import Latency, Parts
 from vllm_expertplex.planner.memory import Memory
 from vllm_expertplex.planner.workload import Targets, Workload
@@ -238,6 +239,22 @@ def search_exhaustive(
         for candidate in _everything(problem, space, tp_p, tp_d):
             best = _better(best, candidate)
         progress((done + 1) / len(pairs))
+    return best
+
+
+def fixed_layout(problem: Problem, space: Space, layout: Layout) -> Candidate | None:
+    """The best SM budget, tensor parallelism and overlap of one given layout."""
+    best: Candidate | None = None
+    q = np.asarray(space.budgets, dtype=np.int64)
+    p, d, e = (np.full_like(q, n) for n in (layout.prefill, layout.decode, layout.moe))
+    for tp_p in (t for t in space.tp if layout.prefill % t == 0):
+        for tp_d in (t for t in space.tp if layout.decode % t == 0):
+            sources = (layout.prefill / tp_p, layout.decode / tp_d)
+            if not problem.memory.moe_fits(*sources, layout.moe):
+                continue
+            rate_p = problem.prefill_rate(p, e, q, tp_p)
+            rate_d = problem.decode_rate(d, e, q, tp_d)
+            best = _better(best, _pick(problem, p, d, e, q, tp_p, tp_d, rate_p, rate_d))
     return best
 
 
