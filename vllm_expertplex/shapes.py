@@ -33,7 +33,13 @@ def expert_map(vllm_config: Any, layout: Layout) -> ExpertMap:
 
 def experts_per_token(hf_config: Any) -> int:
     """Top-k of a model. Raises ValueError for a model without routed experts."""
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"):
+    for name in (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+    ):
         value = getattr(hf_config, name, None)
         if isinstance(value, int) and value > 0:
             return value

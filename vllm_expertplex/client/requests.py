@@ -6,8 +6,8 @@ Must not know: sockets, event loops; every method returns what to do instead of 
 | state | the request holds | leaves it by |
 |---|---|---|
 | PREFILL | its prompt's KV on a prefill server | that server's answer, abort, loss |
-| ABORTED | perhaps KV there: the answer may have been on its way | the answer, or word that none comes |
-| HANDOFF | finished KV on the prefill server, waiting to be fetched | being sent to decode, abort, loss |
+| ABORTED | perhaps KV there: its answer may be on the way | the answer, or word that none comes |
+| HANDOFF | finished KV on the prefill server, to be fetched | being sent to decode, abort, loss |
 | DECODE | everything on a decode server, which also frees prefill's side | its end, abort, loss |
 
 A prefill answer that carries KV for a request that is not alive is always released, through any
@@ -57,7 +57,7 @@ Action = Send | Abort
 class Entry:
     """One request: its state and what that state holds."""
 
-    __slots__ = ("kv", "load", "request", "resample", "server", "since", "state", "token")
+    __slots__ = ("kv", "load", "request", "resample", "server", "state", "token")
 
     def __init__(self, request: EngineCoreRequest, server: int, load: int) -> None:
         self.state = State.PREFILL
@@ -67,7 +67,6 @@ class Entry:
         self.kv: dict[str, Any] | None = None
         self.token: int | None = None
         self.resample = False
-        self.since = time.monotonic()
 
 
 class RequestTable:
@@ -271,7 +270,7 @@ def _prompt_tokens(request: EngineCoreRequest) -> int:
 
 
 def _must_resample(request: EngineCoreRequest, kv: dict[str, Any] | None) -> bool:
-    """Whether decode has to sample the first token itself: it may compute trailing prompt tokens."""
+    """Whether decode samples the first token: it may have prompt tokens left to compute."""
     if request.mm_features or request.prompt_embeds is not None:
         return True
     tokens = _prompt_tokens(request)

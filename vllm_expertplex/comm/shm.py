@@ -71,7 +71,7 @@ class AttentionPeer:
         phase: int,
     ) -> None:
         """Push x [n, hidden] with topk_weights [n, topk] fp32 and topk_ids [n, topk] int32."""
-        # vLLM's routers return these types and layouts already; `to` and `contiguous` are free then.
+        # vLLM's routers return these types and layouts already, and then this costs nothing.
         x = x.contiguous()
         ids = topk_ids.to(torch.int32).contiguous()
         weights = topk_weights.to(torch.float32).contiguous()

@@ -5,19 +5,18 @@ Must not know: what the tensors are used for.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 from vllm.config import LoadConfig, VllmConfig, get_current_vllm_config
-from vllm.model_executor.model_loader import get_model_loader, register_model_loader
+from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
 
 LOAD_FORMAT = "expertplex"
-SUPPORTED_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "dummy")
 
 _SCALE = ".weight_scale_inv"
 
@@ -60,9 +59,7 @@ def weights_of(
     vllm_config: VllmConfig, model: Any, local_experts: set[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the checkpoint, without reading the expert weights outside `local_experts`."""
-    if vllm_config.load_config.load_format == "dummy":
-        raise ValueError("--load-format dummy: MoE servers need a checkpoint on CPU")
-    loader = get_model_loader(_stock(vllm_config.load_config))
+    loader = DefaultModelLoader(_stock(vllm_config.load_config))
     loader.local_expert_ids = local_experts
     yield from loader.get_all_weights(vllm_config.model_config, model)
 
@@ -79,7 +76,7 @@ class AttentionLoader(DefaultModelLoader):
 
     def get_all_weights(
         self, model_config: Any, model: Any
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
         weights = (
             (name, tensor)
             for name, tensor in super().get_all_weights(model_config, model)

@@ -15,7 +15,7 @@ patch installs beyond where it goes.
 
 The first five are applied in every process, so plain `vllm serve` gets the CPU fixes too; the last
 two only in attention servers.
-"""
+"""  # noqa: E501
 
 import functools
 import inspect

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -79,7 +80,7 @@ class MoeServer:
             board_path(run_dir, me),
             spin_us(config) * 1000,
         )
-        dtype = vllm_config.model_config.dtype
+        dtype: Any = vllm_config.model_config.dtype
         self._slots = [
             SlotTensors.of(self._endpoint, source, shape, dtype)
             for source, shape in enumerate(shapes)

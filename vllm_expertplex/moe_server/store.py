@@ -92,16 +92,15 @@ class StoredExpertsMethod(FusedMoEMethodBase):
         set_weight_attrs(parameter, attributes)
 
 
-def load_experts(
-    vllm_config: VllmConfig, local_experts: Sequence[int]
-) -> dict[str, ExpertWeights]:
+def load_experts(vllm_config: VllmConfig, local_experts: Sequence[int]) -> dict[str, ExpertWeights]:
     """Load the experts with the given global ids of every MoE layer, in layer order.
 
     Returns layer name -> weights on vLLM's device. Raises ValueError for a model whose experts
     this server cannot hold, naming the reason, and for a checkpoint that lacks expert tensors.
     """
     scheme = quant_scheme(vllm_config)
-    device = torch.device(vllm_config.device_config.device)
+    placement: Any = vllm_config.device_config.device
+    device = torch.device(placement)
     layers: dict[str, RoutedExperts] = {}
 
     class ServedExperts(RoutedExperts):  # type: ignore[misc]
@@ -115,7 +114,7 @@ def load_experts(
             *args: Any,
             **kwargs: Any,
         ) -> None:
-            placed = PlacedExperts(expert_map_manager, local_experts)
+            placed: Any = PlacedExperts(expert_map_manager, local_experts)
             moe_config.num_local_experts = placed.local_num_experts
             _refuse_unsupported(layer_name, moe_config, kwargs)
             with device:
@@ -125,7 +124,7 @@ def load_experts(
             self.filled = 0
             layers[layer_name] = self
 
-        def weight_loader(
+        def weight_loader(  # type: ignore[override]
             self,
             param: Any,
             loaded_weight: torch.Tensor,
@@ -144,7 +143,7 @@ def load_experts(
             return StoredExpertsMethod(moe_config, scheme)
 
     with set_current_vllm_config(vllm_config), replaced_routed_experts(ServedExperts):
-        model_config = vllm_config.model_config
+        model_config: Any = vllm_config.model_config
         with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config)
         if not layers:

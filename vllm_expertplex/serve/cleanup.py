@@ -7,6 +7,7 @@ Every process of a deployment is started with the run directory in its environme
 which ones belong to it whatever happened to the process that started them.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -56,10 +57,8 @@ def _alive(pid: int) -> bool:
 def kill_all(pids: list[int]) -> None:
     """SIGKILL, and wait until they are gone."""
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     deadline = time.monotonic() + 5
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -79,9 +79,7 @@ class Deployment:
     def _attention(self) -> list[Server]:
         return self.layout.attention_servers
 
-    def start(
-        self, make_engine: Callable[[VllmConfig, bool], AsyncMPClient]
-    ) -> None:
+    def start(self, make_engine: Callable[[VllmConfig, bool], AsyncMPClient]) -> None:
         """Start all servers at once and wait until each has loaded.
 
         `make_engine(config, is_first_decode)` starts one engine and returns when it is ready.
@@ -228,7 +226,8 @@ def _role_config(base: VllmConfig, settings: ServerSettings, server: Server) -> 
         name = "AsyncDecodeScheduler" if asynchronous else "DecodeScheduler"
         config.scheduler_config.scheduler_cls = f"vllm_expertplex.executor.scheduler.{name}"
     mine = ServerSettings(settings.config, server.role, server.rank)
-    config.additional_config = {**base.additional_config, **mine.to_additional_config()}
+    shared: Any = base.additional_config
+    config.additional_config = {**shared, **mine.to_additional_config()}
     return config
 
 

@@ -65,7 +65,7 @@ def add_options(parser: Any) -> Any:
 
 
 class _ExecutorAction(argparse.Action):
-    """`--executor expertplex` takes over the serve command, which argparse finds in the namespace."""
+    """`--executor expertplex` takes over the serve command, found in argparse's namespace."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -152,7 +152,7 @@ def _usage_error(message: str) -> int:
 
 
 def check(args: argparse.Namespace) -> ExpertPlexConfig:
-    """Refuse what cannot work, by name, and return the configuration. Ends the command on errors."""
+    """Refuse what cannot work, by name, and return the configuration. An error ends the command."""
     if _refusal is not None:
         _error(_refusal)
     for refusal in REFUSALS:

@@ -122,9 +122,7 @@ class _Collector:
         yield per_server(metrics.KV_BLOCKS, "kv_blocks")
         yield per_server(metrics.KV_BLOCKS_USED, "kv_blocks_used")
         yield per_server(metrics.TOKENS, "tokens")
-        yield each(
-            metrics.REQUESTS, (((state,), n) for state, n in client.table.count().items())
-        )
+        yield each(metrics.REQUESTS, (((state,), n) for state, n in client.table.count().items()))
         yield each(metrics.RELEASED, [((), client.table.released)])
         yield from self._moe_servers(each)
         yield from self._remote_layers(each)
