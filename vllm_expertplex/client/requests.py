@@ -207,9 +207,10 @@ class RequestTable:
         entry = self._entries.get(output.request_id)
         if entry is None:
             return None  # aborted meanwhile
-        # The user's queue times and cached tokens are prefill's.
-        output.prefill_stats = None
-        if output.events:
+        # The user's queue times and cached tokens are prefill's, if prefill has shown anything.
+        if not entry.resample:
+            output.prefill_stats = None
+        if output.events and not entry.resample:
             preempted = EngineCoreEventType.PREEMPTED
             output.events = [e for e in output.events if e.type == preempted] or None
         if output.finish_reason is not None:
