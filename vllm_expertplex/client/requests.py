@@ -285,7 +285,8 @@ def _must_resample(request: EngineCoreRequest, kv: dict[str, Any] | None) -> boo
     return kv is not None and kv.get("remote_num_tokens", tokens) < tokens
 
 
-def _with_kv(params: SamplingParams, kv: dict[str, Any]) -> None:
+def _with_kv(params: SamplingParams, kv: dict[str, Any] | None) -> None:
+    """Set the parameters of the KV transfer; never a user's, who could stop an engine with them."""
     params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": kv}
 
 
@@ -294,8 +295,8 @@ def _prefill_request(request: EngineCoreRequest) -> EngineCoreRequest:
     assert request.sampling_params is not None
     prefill = copy.copy(request)
     params = prefill.sampling_params = request.sampling_params.clone()
-    if request.sampling_params.max_tokens != 1:
-        _with_kv(params, {"do_remote_decode": True, "do_remote_prefill": False})
+    goes_on = request.sampling_params.max_tokens != 1
+    _with_kv(params, {"do_remote_decode": True, "do_remote_prefill": False} if goes_on else None)
     params.max_tokens = 1
     params.min_tokens = min(params.min_tokens, 1)
     return prefill
