@@ -63,6 +63,7 @@ class ExpertPlexClient(EngineCoreClient):
         self.tokens = [0] * len(deployment.engines)
         self._queue: asyncio.Queue[tuple[int, EngineCoreOutputs | Exception]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pumping = False
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -92,7 +93,10 @@ class ExpertPlexClient(EngineCoreClient):
 
     async def _confirm(self, engine: Any, request_ids: list[str]) -> None:
         """An engine answers calls in order, and after outputs that preceded them."""
-        await engine.call_utility_async("is_scheduler_paused")
+        try:
+            await engine.call_utility_async("is_scheduler_paused")
+        except EngineDeadError:
+            return  # its pump reports the loss, which forgets its requests
         # Outputs that came before the answer are in the queue already; go behind them.
         self._queue.put_nowait((-1, _Forget(request_ids)))
 
@@ -148,8 +152,9 @@ class ExpertPlexClient(EngineCoreClient):
         return EngineCoreOutputs(engine_index=index, outputs=ended)
 
     def _start_pumps(self) -> None:
-        if self._tasks:
+        if self._pumping:
             return
+        self._pumping = True
         for index, engine in self._engines.items():
             self._spawn(self._pump(index, engine))
         loop = asyncio.get_running_loop()
