@@ -31,12 +31,16 @@ XP_HD void forget(Coalescer& c, uint32_t source) {
   c.known &= ~(uint64_t{1} << source);
 }
 
-// Is `other` about to send `layer`? It is when it is behind by less than half the model, counted
-// round the end.
-XP_HD bool about_to_send(const Coalescer& c, uint32_t other, uint32_t layer, uint64_t now_ns) {
-  if (c.pending >> other & 1 || now_ns - c.arrived_ns[other] > c.stale_ns) return false;
-  const uint32_t behind = (layer + c.layers - c.layer[other]) % c.layers;
-  return behind == 0 ? c.layers == 1 : behind <= c.layers / 2;
+// Should `source`, ready for `layer`, wait for `other`? It should when fewer layers (counted round
+// the end of the model) separate `other` from it than it from `other`: exactly one of the two
+// waits.
+XP_HD bool waits_for(const Coalescer& c, uint32_t source, uint32_t other, uint64_t now_ns) {
+  if (now_ns - c.arrived_ns[other] > c.stale_ns) return false;
+  const bool pending = c.pending >> other & 1;
+  const uint32_t ahead = (c.layer[source] + c.layers - c.layer[other]) % c.layers;
+  if (pending && ahead == 0) return false;  // it is here
+  const uint32_t to_come = ahead ? ahead : c.layers, round = c.layers + !pending;
+  return 2 * to_come < round || (2 * to_come == round && source < other);
 }
 
 // The next group to run: sources whose pending operations have one layer, oldest first, all of
@@ -55,7 +59,7 @@ XP_HD uint64_t take_group(Coalescer& c, uint64_t now_ns, uint64_t& due_ns) {
     for (uint64_t m = c.known; m; m &= m - 1) {
       const uint32_t source = lowest_bit(m);
       if (c.pending >> source & 1 && c.layer[source] == layer) group |= uint64_t{1} << source;
-      wait |= about_to_send(c, source, layer, now_ns);
+      wait |= source != first && waits_for(c, first, source, now_ns);
     }
     const uint64_t due = c.arrived_ns[first] + c.window_ns;
     if (!wait || now_ns >= due) {

@@ -36,8 +36,8 @@ XP_HD uint64_t phase_word(uint64_t epoch, uint32_t stop, uint32_t phase) {
 
 struct State {
   Config config;
-  alignas(128) uint32_t
-      work;  // shared: changes whenever there may be something new to claim, or to stop for
+  // Shared: changes whenever there may be something new to claim, or to stop for.
+  alignas(128) uint32_t work;
   alignas(128) uint64_t epoch;  // shared: number of check epochs started
   uint64_t urgent_ns;           // shared: when the latest one started
   uint32_t demand;              // shared: x_moe of all decode operations in flight
@@ -49,9 +49,9 @@ struct State {
 struct Counters {  // one writer each; read with load_relaxed
   uint64_t tiles[kPhases];
   uint64_t preemptions;  // check epochs that took this worker from prefill to decode
-  uint64_t preempt_ns,
-      preempt_max_ns;  // from the urgent word to the end of the old-phase tile: sum, largest
-  uint64_t holds;      // times it stayed idle between two stages of decode
+  uint64_t preempt_ns;   // from the urgent word to the end of the old-phase tile, in all
+  uint64_t preempt_max_ns;
+  uint64_t holds;  // times it stayed idle between two stages of decode
 };
 
 struct alignas(128) Worker {
@@ -87,26 +87,38 @@ XP_HD uint32_t decode_workers(const State& s) {
 
 XP_HD void wake(State& s) { fetch_add(s.work, 1u); }
 
-// Starts a check epoch: decode is urgent, its share of the workers has changed, or the workers are
-// to stop. The epoch is drawn before the words are read that it announces, so the latest epoch
-// always tells the latest state.
-XP_HD void start_epoch(State& s, uint64_t now_ns) {
+// A check epoch: decode is urgent, its share of the workers has changed, or the workers are to
+// stop. It is drawn before the words are read that it announces, so the latest epoch always tells
+// the latest state.
+struct Epoch {
+  uint64_t number;
+  uint32_t stop, decode_workers;
+};
+XP_HD Epoch draw_epoch(State& s, uint64_t now_ns) {
   store_relaxed(s.urgent_ns, now_ns);
-  const uint64_t epoch = fetch_add(s.epoch, uint64_t{1}) + 1;
-  const uint32_t stop = load_relaxed(s.stop), share = decode_workers(s);
-  for (uint32_t i = 0; i < s.config.workers; ++i)
-    raise(s.p[i].value, phase_word(epoch, stop, preferred_phase(i, share)));
+  const uint64_t number = fetch_add(s.epoch, uint64_t{1}) + 1;
+  return {number, load_relaxed(s.stop), decode_workers(s)};
+}
+// Writes p_i of every `lanes`-th worker: a warp shares the work, a host thread is lane 0 of 1.
+XP_HD void announce(State& s, const Epoch& e, uint32_t lane = 0, uint32_t lanes = 1) {
+  for (uint32_t i = lane; i < s.config.workers; i += lanes)
+    raise(s.p[i].value, phase_word(e.number, e.stop, preferred_phase(i, e.decode_workers)));
 }
 
-XP_HD Submit submit(State& s, uint32_t phase, const Operation& op, uint64_t now_ns,
-                    uint64_t deadline_ns) {
+// The first half of a submission: tiles can be claimed, but nobody has been told.
+XP_HD Submit enqueue(State& s, uint32_t phase, const Operation& op, uint64_t deadline_ns) {
   if (phase == kDecode) fetch_add(s.demand, op.x_moe);
   const Submit result = submit(s.queue[phase], op, deadline_ns);
-  if (result != Submit::kQueued) {
-    if (phase == kDecode) fetch_add(s.demand, 0u - op.x_moe);
-    return result;
-  }
-  if (phase == kDecode) start_epoch(s, now_ns);  // after the tiles are there to be found
+  if (phase == kDecode && result != Submit::kQueued) fetch_add(s.demand, 0u - op.x_moe);
+  return result;
+}
+
+// Tiles first, then the urgent word, then the wake-up: whoever sees one of them finds the former.
+XP_HD Submit submit(State& s, uint32_t phase, const Operation& op, uint64_t now_ns,
+                    uint64_t deadline_ns) {
+  const Submit result = enqueue(s, phase, op, deadline_ns);
+  if (result != Submit::kQueued) return result;
+  if (phase == kDecode) announce(s, draw_epoch(s, now_ns));
   wake(s);
   return result;
 }
@@ -116,7 +128,7 @@ XP_HD Submit submit(State& s, uint32_t phase, const Operation& op, uint64_t now_
 XP_HD void set_demand(State& s, Slot& slot, uint32_t x_moe, uint64_t now_ns) {
   fetch_add(s.demand, x_moe - slot.op.x_moe);
   slot.op.x_moe = x_moe;
-  start_epoch(s, now_ns);
+  announce(s, draw_epoch(s, now_ns));
 }
 
 XP_HD void note_claim(Worker& w, uint32_t phase, uint64_t now_ns, uint64_t urgent_ns) {
@@ -190,7 +202,7 @@ XP_HD Finish finish(State& s, const Tile& tile, Operation& op) {
 // Nothing may be submitted afterwards.
 XP_HD void request_stop(State& s, StopRequest how, uint64_t now_ns) {
   raise(s.stop, static_cast<uint32_t>(how));
-  start_epoch(s, now_ns);
+  announce(s, draw_epoch(s, now_ns));
   wake(s);
 }
 

@@ -160,9 +160,10 @@ inline void work(Run& r, uint32_t i) {
     const Next next = claim(r.s, w, r.clock, tile);
     if (next == Next::kTile) claimed(r, i, tile);
     r.claiming[i] = false;
+    r.gate[i] = {};
     if (next == Next::kStop) return;
     if (next == Next::kHold) {
-      fibers::give_way();
+      fibers::pause();
       continue;
     }
     if (next == Next::kIdle) {
@@ -173,7 +174,9 @@ inline void work(Run& r, uint32_t i) {
     }
     Record& record = r.records[r.s.queue[tile.phase].slot[tile.slot].op.user];
     const uint32_t delay = r.delays.empty() ? 0 : r.delays[r.next_delay++ % r.delays.size()];
-    for (uint32_t k = 0; k < delay; ++k) fibers::give_way();
+    fibers::forget(fibers::mix(locals(r, i), uint64_t{tile.ticket} << 32 | tile.phase << 16 |
+                                                 tile.slot << 8 | tile.stage));
+    for (uint32_t k = 0; k < delay; ++k) fibers::pause();
     record.ran[tile.stage][tile.ticket] = 1;
     ++r.publishing;
     Operation op{};
@@ -191,23 +194,24 @@ inline void work(Run& r, uint32_t i) {
   }
 }
 
-inline void announce(Run& r) {
+inline void begin_announcing(Run& r) {
   r.announcing = true;
   r.next = {decode_workers(r.s), decode_workers(r.s)};
 }
-inline void announced(Run& r) {
+inline void end_announcing(Run& r) {
   r.announcing = false;
   r.announced = r.next;
 }
 
 inline void control(Run& r, const std::vector<Script>& script) {
   for (const Script& step : script) {
+    fibers::forget(static_cast<uint64_t>(&step - script.data()));
     if (step.kind == Script::kPause) {
-      for (uint32_t k = 0; k < step.steps; ++k) fibers::give_way();
+      for (uint32_t k = 0; k < step.steps; ++k) fibers::pause();
     } else if (step.kind == Script::kStop) {
-      announce(r);
+      begin_announcing(r);
       request_stop(r.s, step.how, r.clock);
-      announced(r);
+      end_announcing(r);
       r.aborted |= step.how == kAbort;
     } else {
       Record record{step.op, step.phase, {}, {}, false};
@@ -221,11 +225,11 @@ inline void control(Run& r, const std::vector<Script>& script) {
       const uint32_t base = lowest_bit(op.sources) * kDepth;
       const uint64_t own = ((uint64_t{1} << kDepth) - 1) << base;
       while (true) {
-        if (step.phase == kDecode) announce(r);
+        if (step.phase == kDecode) begin_announcing(r);
         ++r.publishing;
         const Submit result = submit(r.s, step.phase, op, r.clock, r.clock + 1);
         --r.publishing;
-        if (step.phase == kDecode && result == Submit::kQueued) announced(r);
+        if (step.phase == kDecode && result == Submit::kQueued) end_announcing(r);
         r.announcing = false;
         if (result == Submit::kNothingToDo) r.records[op.user].done = true;
         if (result != Submit::kFull) break;
