@@ -55,19 +55,20 @@ def operands(op: OperationTemplate, gemm: int) -> tuple[torch.Tensor, torch.Tens
     return ((op.rows, op.row_scales, op.hidden), (op.act, op.act_scales, op.down))[gemm]
 
 
-def measure(kernel: PersistentKernel, op: OperationTemplate, layers: list[LayerWeights], stage: int) -> tuple[float, float]:
-    """Graph-replayed us per run, and us in the kernel from submission to done."""
+def measure(kernel: PersistentKernel, op: OperationTemplate, layers: list[LayerWeights], stage: int) -> tuple[float, float, float]:
+    """Graph-replayed us per run; us in the kernel from submission to done, and to the first claim."""
     runs = [kernel.prepare([op], layers, [(0, structs.PREFILL, op.gemm_operation(0, 0, stage, layer=n))]) for n in range(len(layers))]
-    inside = []
+    inside, starts = [], []
     for r in runs * 3:
-        submitted, _, done = r.run().operations[0]
+        submitted, first, done = r.run().operations[0]
         inside.append((done - submitted) / 1e3)
+        starts.append((first - submitted) / 1e3)
 
     def work() -> None:
         for r in runs:
             r.launch()
 
-    return graph_us(work, repeats=1, replays=7) / len(runs), statistics.median(inside)
+    return graph_us(work, repeats=1, replays=7) / len(runs), statistics.median(inside), statistics.median(starts)
 
 
 def contiguous(model: str, rows_list: list[int], tuning: dict, rows_out: list[dict]) -> None:
@@ -84,7 +85,7 @@ def contiguous(model: str, rows_list: list[int], tuning: dict, rows_out: list[di
             n, k = (2 * i, h) if gemm == 0 else (h, i)
             a, sfa, out = operands(op, gemm)
             out.view(torch.uint8).fill_(0xFF)
-            ours, inside = measure(kernel, op, layers, stage)
+            ours, inside, start = measure(kernel, op, layers, stage)
             b, sfb = layers[0].weights[gemm], layers[0].scales[gemm]
             error = gemm_error(out, a, sfa, b, sfb, [(rows * e, rows) for e in range(8)])
             reference = peer(Config(n, k, 8, False, 128, 192, 4, 2)).bind(a, sfa, b.view(-1, k), sfb, out, layout, 8 * rows)
@@ -95,7 +96,7 @@ def contiguous(model: str, rows_list: list[int], tuning: dict, rows_out: list[di
             floor = flops / FP8_TFLOPS / 1e6
             r = row(f"{model} {GEMMS[gemm]} contiguous 8 x {rows} {tag}", "us", ours, theirs, "DeepGEMM", floor)
             r |= {"in_kernel": inside, "error": error, "peer_error": peer_error, "tflops": flops / inside / 1e6}
-            print(f"{r['name']}: {ours:.1f} us graph, {inside:.1f} in kernel ({flops / inside / 1e6:.0f} TF), "
+            print(f"{r['name']}: {ours:.1f} us graph, {inside:.1f} in kernel, first claim {start:.1f} ({flops / inside / 1e6:.0f} TF), "
                   f"DeepGEMM {theirs:.1f} ({flops / theirs / 1e6:.0f} TF), speed {theirs / inside:.3f}x, errors {error:.1e} {peer_error:.1e}", flush=True)
             rows_out.append(r)
         del op
@@ -117,7 +118,7 @@ def masked(model: str, experts: int, active: list[int], rows: int, n_layers: int
             n, k = (2 * i, h) if gemm == 0 else (h, i)
             a, sfa, out = operands(op, gemm)
             out.view(torch.uint8).fill_(0xFF)
-            ours, inside = measure(kernel, op, layers, stage)
+            ours, inside, start = measure(kernel, op, layers, stage)
             spans = [(capacity * e, valid[e]) for e in range(experts)]
             error = gemm_error(out, a, sfa, layers[-1].weights[gemm], layers[-1].scales[gemm], spans)
             sfa_masked = random_scales(experts * (k // 128), capacity)
@@ -137,7 +138,7 @@ def masked(model: str, experts: int, active: list[int], rows: int, n_layers: int
             bytes_ = count * n * k
             r = row(f"{model} {GEMMS[gemm]} masked {count} active x {rows} {tag}", "us", ours, best, f"DeepGEMM {config_name}", bytes_ / HBM_TBPS / 1e6)
             r |= {"in_kernel": inside, "error": error, "tbps": bytes_ / inside / 1e6}
-            print(f"{r['name']}: {ours:.1f} us graph, {inside:.1f} in kernel ({bytes_ / inside / 1e6:.2f} TB/s), "
+            print(f"{r['name']}: {ours:.1f} us graph, {inside:.1f} in kernel, first claim {start:.1f} ({bytes_ / inside / 1e6:.2f} TB/s), "
                   f"DeepGEMM {best:.1f} ({bytes_ / best / 1e6:.2f} TB/s), error {error:.1e}", flush=True)
             rows_out.append(r)
 
@@ -152,7 +153,7 @@ def main() -> None:
     contiguous("GLM-5.1", [4096, 8192], {}, rows)
     contiguous("M2.7", [4096] if args.quick else [4096, 8192, 16384, 32768], {}, rows)
     if args.tune:
-        for tuning in ({"multicast": 1}, {"multicast": 0}, {"claim_ahead": 8}, {"claim_ahead": 2}, {"raster": 4}, {"raster": 16}):
+        for tuning in ({"multicast": 1}, {"multicast": 0}, {"claim_ahead": 6}, {"claim_ahead": 3}, {"raster": 4}, {"raster": 16}):
             contiguous("GLM-5.1", [8192], tuning, rows)
     masked("GLM-5.1", 16, [1, 4, 16] if args.quick else [1, 2, 4, 8, 16], 16, 6, {}, rows)
     masked("M2.7", 64, [4, 16, 64] if args.quick else [1, 2, 4, 8, 16, 32, 64], 4, 4, {}, rows)

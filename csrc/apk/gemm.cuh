@@ -42,18 +42,6 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe, 
                                           OnBlock on_block) {
     const uint32_t gemm = m.tile.stage == kStageDown ? kDown : kGateUp;
     const uint32_t n = gemm_n(gemm), k_blocks = gemm_k_blocks(gemm), shape = m.shape(), lane = threadIdx.x % 32;
-    if constexpr (kFp8) {
-        const uint32_t blocks = n / 128, first = m.col / 128;
-        const float* scales = layer.scales[gemm] + static_cast<size_t>(m.expert()) * blocks * k_blocks;
-        const float* row0 = scales + min(first, blocks - 1) * k_blocks;
-        const float* row1 = scales + min(first + 1, blocks - 1) * k_blocks;
-        float* dst = mem.weight_scales[ring_slot];
-        for (uint32_t i = lane; i < 2 * k_blocks; i += 32) {
-            const float* src = i < k_blocks ? row0 + i : row1 + (i - k_blocks);
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_addr(dst + i)), "l"(src) : "memory");
-        }
-        mem.scales_full[ring_slot].arrive_after_copies();
-    }
     fence_async_global();  // rows written by ordinary stores are read by TMA from here on
 
     const bool tall = shape != kStackCols, wide = shape <= kPairCols;
@@ -101,6 +89,18 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe, 
             }
         }
         __syncwarp();
+        if (kFp8 && k == 0) {
+            const uint32_t blocks = n / 128, first = m.col / 128;
+            const float* scales = layer.scales[gemm] + static_cast<size_t>(m.expert()) * blocks * k_blocks;
+            const float* row0 = scales + min(first, blocks - 1) * k_blocks;
+            const float* row1 = scales + min(first + 1, blocks - 1) * k_blocks;
+            float* dst = mem.weight_scales[ring_slot];
+            for (uint32_t i = lane; i < 2 * k_blocks; i += 32) {
+                const float* src = i < k_blocks ? row0 + i : row1 + (i - k_blocks);
+                asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_addr(dst + i)), "l"(src) : "memory");
+            }
+            mem.scales_full[ring_slot].arrive_after_copies();
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 // tiles as finished. In the leader CTA warp 9 claims tiles and sends each to all warps of both CTAs through a ring of
 // two messages, so both CTAs and all warps run the same tiles in the same order. Warp 11 of CTA 0 is the controller:
 // the only one that reads words written by others than this kernel.
-#include "rows.cuh"
+#include "claim.cuh"
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/cluster_sm90.hpp>
@@ -21,7 +21,8 @@ struct SharedMemory {
     Barrier ring_full[kRing], ring_empty[kRing];      // empty: the leader's, all takers of both CTAs
     Barrier output_full[2], output_empty[2];          // per warpgroup, one phase per tile
     Barrier claim_next;                               // one phase per tile: the leader may claim the next
-    Worker worker;
+    Claimer claimer;                                  // the leader's
+    StageCache known;
     uint64_t deadline;                                // %globaltimer; 0 ends every wait of this CTA
     uint64_t began[kRing];
     uint32_t peer_finished;                           // tiles the other CTA has finished, kept in the leader
@@ -62,96 +63,58 @@ __device__ __forceinline__ void report(const Launch& p, uint32_t reason, uint32_
     __threadfence_system();
 }
 
-// Which rows and columns a ticket of a GEMM stage stands for; the warp's lanes search the experts together, and lane r
-// returns the message of CTA r.
-__device__ __forceinline__ void locate_tile(const Template& op, uint32_t gemm, uint32_t ticket, uint32_t lane, TileMessage& m) {
-    const Groups& g = *op.groups;
-    const uint32_t n = gemm_n(gemm);
-    uint32_t expert = 0;
-#pragma unroll
-    for (uint32_t e = 0; e < kExperts; e += 32) {
-        const bool before = e + lane < kExperts && __ldcg(g.tiles[gemm] + e + lane + 1) <= ticket;
-        expert += __popc(__ballot_sync(~0u, before));
-    }
-    const uint32_t within = ticket - __ldcg(g.tiles[gemm] + expert), rows = __ldcg(g.rows + expert), row0 = __ldcg(g.row0 + expert);
-    const uint32_t rank = lane;
-    uint32_t shape, block, col;
-    if (op.wide) {
-        const uint32_t blocks = ceil_div(rows, 128), cols = ceil_div(n, kWideN), pairs = blocks / 2;
-        if (within < pairs * cols) {
-            const uint32_t band = within / (kRaster * cols), rest = within - band * kRaster * cols;
-            const uint32_t height = min(kRaster, pairs - band * kRaster);
-            shape = kPairRows;
-            block = (band * kRaster + rest % height) * 2 + rank;
-            col = rest / height * kWideN;
-        } else {
-            shape = kPairCols;
-            block = blocks - 1;
-            col = ((within - pairs * cols) * 2 + rank) * kWideN;
+// One thread: waits for a tile of any stage. False: stop.
+__device__ __forceinline__ bool claim_any(SharedMemory& sh, const Launch& p, Tile& tile) {
+    State& s = *p.state;
+    while (true) {
+        const uint32_t seen = load_acquire(s.work);
+        const uint64_t now = global_ns();
+        sh.claimer.word = load_relaxed(s.p[sh.claimer.worker.index].value);  // at or before what claim() sees
+        const Next next = claim(s, sh.claimer.worker, now, tile);
+        if (next == Next::kStop) return false;
+        if (next == Next::kTile) {
+            if (p.times) {
+                auto* first = &p.times[s.queue[tile.phase].slot[tile.slot].op.user >> 16].first_tile;
+                if (load_relaxed(*first) == 0) store_relaxed(*first, global_ns());
+            }
+            return true;
         }
-    } else if (rows <= 64) {
-        shape = kStackCols;
-        block = 0;
-        col = (within * 2 + rank) * 2 * kNarrowN;
-    } else {
-        const uint32_t blocks = ceil_div(rows, 128);
-        shape = kStackRows;
-        block = within % blocks;
-        col = (within / blocks * 2 + rank) * kNarrowN;
+        if (next == Next::kIdle)
+            while (load_relaxed(s.work) == seen && global_ns() < now + 20000) __nanosleep(20);
+        if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline)) return false;
     }
-    const uint32_t valid = col < n ? min(128u, rows - block * 128) : 0;
-    m.row = row0 + block * 128;
-    m.col = col;
-    m.packed = valid | expert << 8 | shape << 24;
 }
 
 // Warp 9 of the leader CTA.
-__device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint32_t cluster, uint64_t start_ns) {
+__device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint32_t cluster) {
     const uint32_t lane = threadIdx.x % 32;
     State& s = *p.state;
+    Claimer& claimer = sh.claimer;
     TileMessage m{};
-    if (lane == 0) init(sh.worker, cluster);
+    if (lane == 0) {
+        init(claimer.worker, cluster);
+        claimer.known = false;
+    }
     __syncwarp();
     for (RingPosition at;; at.advance()) {
-        // A tile that does not get on: the claim mark of the previous one, or its readers.
-        const uint64_t limit = global_ns() + p.tile_ns;
         bool ok = sh.ring_empty[at.slot].wait(at.parity ^ 1, &sh.deadline);
         if (at.count) ok &= sh.claim_next.wait((at.count - 1) & 1, &sh.deadline);
-        (void)limit;
-        Next next = Next::kStop;
-        uint32_t where = 0;
+        uint32_t got = 0;  // 0 none: stop, 1 of the known stage, 2 of any
         if (lane == 0 && ok) {
-            while (true) {
-                const uint32_t seen = load_acquire(s.work);
-                const uint64_t now = global_ns();
-                next = claim(s, sh.worker, now, m.tile);
-                if (next == Next::kTile || next == Next::kStop) break;
-                if (next == Next::kIdle)
-                    while (load_relaxed(s.work) == seen && global_ns() < now + 20000) __nanosleep(40);
-                if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline)) {
-                    next = Next::kStop;
-                    break;
-                }
-            }
-            if (next == Next::kTile) {
-                const Operation& op = s.queue[m.tile.phase].slot[m.tile.slot].op;
-                where = static_cast<uint32_t>(op.user & 0xffff) | op.layer << 16;
-                if (p.times) {
-                    auto* first = &p.times[op.user >> 16].first_tile;
-                    if (load_relaxed(*first) == 0) store_relaxed(*first, global_ns());
-                }
-            }
+            got = claim_again(s, claimer, m.tile) ? 1 : claim_any(sh, p, m.tile) ? 2 : 0;
         }
-        next = static_cast<Next>(__shfl_sync(~0u, static_cast<int>(next), 0));
-        const bool tile = next == Next::kTile;
+        got = __shfl_sync(~0u, got, 0);
         uint32_t* words = reinterpret_cast<uint32_t*>(&m.tile);
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) words[i] = __shfl_sync(~0u, words[i], 0);
-        m.where = __shfl_sync(~0u, where, 0);
-        if (!tile) m.tile.stage = kStop;
+        if (got == 2) learn_stage(s, p.templates, m.tile, sh.known);
+        if (got == 0) m.tile.stage = kStop;
+        m.where = sh.known.where;
         m.row = m.col = m.packed = 0;
-        if (tile && is_gemm(m.tile.stage))
-            locate_tile(p.templates[m.operation()], m.tile.stage == kStageDown ? kDown : kGateUp, m.tile.ticket, lane, m);
+        if (got && is_gemm(m.tile.stage)) {
+            const bool down = m.tile.stage == kStageDown;
+            locate_tile(sh.known, sh.known.wide, down ? kDown : kGateUp, m.tile.ticket, m);
+        }
         if (lane < kCluster) {
             sh.ring_full[at.slot].arrive_expect_at(sizeof(TileMessage), lane);
             const uint32_t dst = peer_addr(smem_addr(&sh.ring[at.slot]), lane), bar = peer_addr(smem_addr(&sh.ring_full[at.slot]), lane);
@@ -160,7 +123,8 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
             store_async(dst + 16, bar, v[1]);
         }
         __syncwarp();
-        if (!tile) return;
+        if (!got) return;
+        if (got == 2 && lane == 0) claimer.known = may_repeat(s, claimer, m.tile, s.config.quantum);
     }
 }
 
@@ -208,7 +172,6 @@ __device__ __forceinline__ void complete(SharedMemory& sh, const Launch& p, uint
         if (gemm) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
         if (!done) break;
         fence_async_global();
-        __threadfence();
         if (rank != 0) {
             asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(peer_addr(smem_addr(&sh.peer_finished), 0)) : "memory");
             continue;
@@ -219,10 +182,11 @@ __device__ __forceinline__ void complete(SharedMemory& sh, const Launch& p, uint
         } while (static_cast<int32_t>(peer - at.count) <= 0 && global_ns() < *static_cast<volatile uint64_t*>(&sh.deadline));
         if (static_cast<int32_t>(peer - at.count) <= 0) break;
         Operation op;
-        const uint32_t identity = static_cast<uint32_t>(s.queue[m.tile.phase].slot[m.tile.slot].op.user >> 16);
+        // Still this operation's: its stage has a tile unfinished.
+        const uint32_t identity = p.trace ? static_cast<uint32_t>(s.queue[m.tile.phase].slot[m.tile.slot].op.user >> 16) : 0;
         const Finish result = finish(s, m.tile, op);
         const uint64_t now = global_ns();
-        if (result == Finish::kDone && p.times) p.times[identity].done = now;
+        if (result == Finish::kDone && p.times) p.times[op.user >> 16].done = now;
         if (p.trace && traced < p.trace_capacity)
             p.trace[static_cast<size_t>(cluster) * p.trace_capacity + traced++] = {began, now, m.tile.phase, m.tile.stage, identity, m.tile.ticket};
     }
@@ -267,6 +231,16 @@ __device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint3
     }
 }
 
+// One warp: a check epoch, its words written by all lanes.
+__device__ __forceinline__ void announce_all(State& s, uint64_t now) {
+    const uint32_t lane = threadIdx.x % 32;
+    Epoch e{};
+    if (lane == 0) e = draw_epoch(s, now);
+    e = {__shfl_sync(~0u, e.number, 0), __shfl_sync(~0u, e.stop, 0), __shfl_sync(~0u, e.decode_workers, 0)};
+    announce(s, e, lane, 32);
+    __syncwarp();
+}
+
 // Warp 11 of CTA 0.
 __device__ __forceinline__ void control(SharedMemory& sh, const Launch& p, uint64_t start_ns) {
     const uint32_t lane = threadIdx.x % 32;
@@ -287,32 +261,20 @@ __device__ __forceinline__ void control(SharedMemory& sh, const Launch& p, uint6
         if (stop != kRun) break;
         const Arrival& arrival = p.arrivals[next];
         if (now < start_ns + arrival.at_ns) continue;
-        uint64_t epoch = 0;
+        uint32_t queued = 0;
         if (lane == 0) {
-            const Operation& op = arrival.op;
-            if (p.times) p.times[op.user >> 16].submitted = now;
-            if (arrival.phase == kDecode) fetch_add(s.demand, op.x_moe);
-            const Submit result = submit(s.queue[arrival.phase], op, ~0ull);
-            if (result == Submit::kQueued) {
-                if (arrival.phase == kDecode) epoch = begin_epoch(s);
-                ++next;
-            } else if (arrival.phase == kDecode) {
-                fetch_add(s.demand, 0u - op.x_moe);
-            }
+            if (p.times) p.times[arrival.op.user >> 16].submitted = now;
+            queued = enqueue(s, arrival.phase, arrival.op, ~0ull) == Submit::kQueued;
         }
-        next = __shfl_sync(~0u, next, 0);
-        epoch = __shfl_sync(~0u, epoch, 0);
-        if (epoch) announce_epoch(s, epoch, lane, 32);
-        __syncwarp();
+        queued = __shfl_sync(~0u, queued, 0);
+        if (!queued) continue;  // its source has two operations in flight
+        ++next;
+        if (arrival.phase == kDecode) announce_all(s, now);
         if (lane == 0) wake(s);
     }
-    uint64_t epoch = 0;
-    if (lane == 0) {
-        raise(s.stop, stop);
-        epoch = begin_epoch(s);
-    }
-    announce_epoch(s, __shfl_sync(~0u, epoch, 0), lane, 32);
+    if (lane == 0) raise(s.stop, stop);
     __syncwarp();
+    announce_all(s, global_ns());
     if (lane == 0) wake(s);
 }
 
@@ -356,7 +318,7 @@ extern "C" __global__ void __cluster_dims__(apk::kCluster, 1, 1) __launch_bounds
     if (warp >= kMathThreads / 32) {
         cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
         if (warp == 8) produce(sh, p, rank);
-        else if (warp == 9 && rank == 0) schedule(sh, p, cluster, start_ns);
+        else if (warp == 9 && rank == 0) schedule(sh, p, cluster);
         else if (warp == 10 && lane == 0) complete(sh, p, rank, cluster);
         else if (warp == 11 && blockIdx.x == 0) control(sh, p, start_ns);
         __syncwarp();

@@ -24,18 +24,6 @@ __host__ __device__ constexpr uint32_t expert_tiles(uint32_t rows, uint32_t n, b
     return rows <= 64 ? (rows ? ceil_div(n, 4 * kNarrowN) : 0) : ceil_div(rows, 128) * ceil_div(n, 2 * kNarrowN);
 }
 
-// start_epoch() with many threads: its loop would take one thread tens of microseconds. `begin_epoch` is one thread's
-// part; its result goes to all threads of `announce_epoch`, which write one word p_i per cluster each.
-__device__ __forceinline__ uint64_t begin_epoch(State& s) {
-    store_relaxed(s.urgent_ns, global_ns());
-    return fetch_add(s.epoch, uint64_t{1}) + 1;
-}
-__device__ __forceinline__ void announce_epoch(State& s, uint64_t epoch, uint32_t thread, uint32_t threads) {
-    const uint32_t stop = load_relaxed(s.stop), share = decode_workers(s);
-    for (uint32_t i = thread; i < s.config.workers; i += threads)
-        raise(s.p[i].value, phase_word(epoch, stop, preferred_phase(i, share)));
-}
-
 // Inclusive sums over the experts, one per math thread.
 __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* scratch) {
     const uint32_t t = threadIdx.x;
@@ -52,6 +40,7 @@ __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* scratch) {
 __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const Template& op, uint32_t rank, uint32_t* scratch) {
     const uint32_t t = threadIdx.x, pairs = op.n_tokens * kTopK;
     uint32_t *seen = scratch, *base = scratch + kExperts, *sums = scratch + 2 * kExperts, *flag = sums + kMathThreads;
+    Epoch* epoch = reinterpret_cast<Epoch*>(flag + 2 + kExperts % 2);
     for (uint32_t e = t; e < kExperts; e += kMathThreads) seen[e] = 0;
     sync_threads<kMathThreads>(1);
     const uint32_t first = (m.tile.ticket * kCluster + rank) * kCountPairs;
@@ -103,12 +92,12 @@ __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const
         if (m.tile.phase == kDecode) {
             fetch_add(s.demand, x_end - slot.op.x_moe);
             slot.op.x_moe = x_end;
-            sums[0] = static_cast<uint32_t>(begin_epoch(s));
+            *epoch = draw_epoch(s, global_ns());
         }
     }
     if (m.tile.phase == kDecode) {
         sync_threads<kMathThreads>(1);
-        announce_epoch(s, sums[0], t, kMathThreads);
+        announce(s, *epoch, t, kMathThreads);
     }
 }
 
