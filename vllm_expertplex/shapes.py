@@ -55,3 +55,9 @@ def spin_us(config: ExpertPlexConfig) -> int:
         return config.spin_us
     servers = sum(1 for _ in config.parsed_layout)
     return _SPIN_US if len(os.sched_getaffinity(0)) >= servers else 0
+
+
+def fair_share(config: ExpertPlexConfig) -> int:
+    """Cores per server. More threads than that wait for each other at every parallel region."""
+    servers = sum(1 for _ in config.parsed_layout)
+    return max(1, len(os.sched_getaffinity(0)) // servers)

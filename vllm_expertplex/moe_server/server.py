@@ -4,7 +4,6 @@ Owns: the process's life and the loop between the transport and the backend.
 Must not know: requests, HTTP, other MoE servers.
 """
 
-import os
 import signal
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.layout import MOE, Server
 from vllm_expertplex.moe_server.backend import Backend, ExpertWeights, Operation
 from vllm_expertplex.serve.records import ServerRecord, write_error, write_record
-from vllm_expertplex.shapes import expert_map, slot_shape, spin_us
+from vllm_expertplex.shapes import expert_map, fair_share, slot_shape, spin_us
 
 logger = init_logger(__name__)
 
@@ -131,8 +130,7 @@ class MoeServer:
 
 def threads(config: ExpertPlexConfig) -> int:
     """Threads that compute on this MoE server: as configured, or a fair share of the cores."""
-    cores = len(os.sched_getaffinity(0))
-    return config.moe_threads or max(1, cores // config.parsed_layout.moe)
+    return config.moe_threads or fair_share(config)
 
 
 def make_backend(config: ExpertPlexConfig, layers: Sequence[ExpertWeights]) -> Backend:

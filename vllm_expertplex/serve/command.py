@@ -10,6 +10,7 @@ import sys
 from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.serve import options
 from vllm_expertplex.serve.run import run_directory
+from vllm_expertplex.shapes import fair_share
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -31,10 +32,7 @@ def serve(args: argparse.Namespace) -> None:
 
 def _set_thread_environment(config: ExpertPlexConfig) -> None:
     """OpenMP reads these once, so they must be there before an attention server starts."""
-    cores = len(os.sched_getaffinity(0))
-    servers = sum(1 for _ in config.parsed_layout)
-    threads = config.attention_threads or max(1, cores // servers)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_NUM_THREADS"] = str(config.attention_threads or fair_share(config))
     # Servers take turns on the cores; pinning each to its own share would leave cores idle.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
