@@ -64,18 +64,21 @@ def kill_all(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
-def end_run(run_dir: Path, variable: str, *, exclude: set[int]) -> list[int]:
+def end_run(run_dir: Path, variable: str, *, exclude: set[int], trackers: bool = True) -> list[int]:
     """Kill what is left of a run, then remove its files. Returns the pids that were killed.
 
-    Resource trackers go last: with their process dead they remove its shared memory and exit.
+    Resource trackers go last: when the last process of theirs has ended, they remove the semaphores
+    and shared memory that were left, and exit. A process that has one itself says
+    `trackers=False`, because its tracker must outlive it.
     """
     killed = processes_of(run_dir, variable, exclude=exclude, trackers=False)
     segments = _open_segments(killed)
     kill_all(killed)
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline and processes_of(run_dir, variable, exclude=exclude):
-        time.sleep(0.02)
-    kill_all(processes_of(run_dir, variable, exclude=exclude))
+    if trackers:
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and processes_of(run_dir, variable, exclude=exclude):
+            time.sleep(0.02)
+        kill_all(processes_of(run_dir, variable, exclude=exclude))
     for path in segments:
         path.unlink(missing_ok=True)
     shutil.rmtree(run_dir, ignore_errors=True)

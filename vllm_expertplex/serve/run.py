@@ -36,7 +36,7 @@ def run_directory() -> Iterator[Path]:
     try:
         yield run_dir
     finally:
-        cleanup.end_run(run_dir, ENV_RUN_DIR, exclude={os.getpid()})
+        cleanup.end_run(run_dir, ENV_RUN_DIR, exclude={os.getpid()}, trackers=False)
         del os.environ[ENV_RUN_DIR], os.environ["VLLM_RPC_BASE_PATH"]
         assert watcher.stdin is not None
         watcher.stdin.close()
