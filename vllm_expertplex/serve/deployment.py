@@ -11,21 +11,24 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from multiprocessing.connection import wait as wait_for_sentinels
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_expertplex.comm.shm import Board, Slot, board_path, slot_path
 from vllm_expertplex.config import ENV_RUN_DIR, ServerSettings, run_dir
-from vllm_expertplex.layout import DECODE, PREFILL, Server
+from vllm_expertplex.layout import DECODE, PREFILL, Layout, Server
 from vllm_expertplex.moe_server import server as moe_server
+from vllm_expertplex.quantization import QuantScheme, quant_scheme
 from vllm_expertplex.serve.cleanup import kill_all, processes_of
 from vllm_expertplex.serve.records import (
+    MismatchError,
     ServerRecord,
     check_agreement,
     read_error,
@@ -58,7 +61,7 @@ class Deployment:
         self.records: dict[str, ServerRecord] = {}
         self.lost: set[str] = set()
         self.configs = [_role_config(vllm_config, settings, s) for s in self._attention]
-        expert_map(vllm_config, self.layout)  # too many MoE servers: say so before starting any
+        _check_experts(vllm_config, self.layout)
         self._failure: str | None = None
         self._stopping = False
         self._on_failure: Callable[[], None] | None = None
@@ -87,26 +90,45 @@ class Deployment:
         """
         begin = time.monotonic()
         logger.info("ExpertPlex %s: starting %d servers", self.layout, len(list(self.layout)))
-        self._start_moe_servers()
+        try:
+            self._start_moe_servers()
+            self._start_engines(make_engine, begin)
+            self._await_moe_servers(begin)
+            self._handshake()
+        except BaseException:  # Ctrl-C too
+            self.shutdown()
+            raise
+        logger.info("ExpertPlex %s: ready in %.1f s", self.layout, time.monotonic() - begin)
+
+    def _start_engines(
+        self, make_engine: Callable[[VllmConfig, bool], AsyncMPClient], begin: float
+    ) -> None:
         front = self.layout.prefill  # index of the first decode server
         with ThreadPoolExecutor(len(self.configs), "expertplex-start") as pool:
-            futures = [
-                pool.submit(make_engine, config, index == front)
-                for index, config in enumerate(self.configs)
-            ]
-            errors = []
-            for server, future in zip(self._attention, futures, strict=True):
-                try:
-                    self.engines.append(future.result())
+            servers = {
+                pool.submit(make_engine, config, index == front): server
+                for index, (server, config) in enumerate(
+                    zip(self._attention, self.configs, strict=True)
+                )
+            }
+            try:
+                for future in as_completed(servers):
+                    server = servers[future]
+                    if error := future.exception():
+                        reason = read_error(self.run_dir, server) or error
+                        raise DeploymentError(self._failure or f"{server.name}: {reason}")
                     logger.info("%s is ready after %.1f s", server.name, time.monotonic() - begin)
-                except Exception as error:
-                    errors.append(f"{server.name}: {error}")
-        if self._failure or errors:
-            self.shutdown()
-            raise DeploymentError(self._failure or "; ".join(errors))
-        self._await_moe_servers(begin)
-        self._handshake()
-        logger.info("ExpertPlex %s: ready in %.1f s", self.layout, time.monotonic() - begin)
+            except BaseException:
+                # Leaving the pool waits for its threads: do not let them load what nobody will
+                # use. A thread may be about to start its process, hence again and again.
+                self._stopping = True
+                while wait(servers, timeout=0.2).not_done:
+                    self._kill_servers()
+                raise
+        self.engines = [future.result() for future in servers]
+
+    def _kill_servers(self) -> None:
+        kill_all(processes_of(self.run_dir, ENV_RUN_DIR, exclude={os.getpid()}, trackers=False))
 
     def _start_moe_servers(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -121,12 +143,14 @@ class Deployment:
         threading.Thread(target=self._watch, name="expertplex-watch", daemon=True).start()
 
     def _watch(self) -> None:
-        """Wait for a MoE server to end; unless we are stopping, that is a failure."""
+        """Wait for a MoE server to end, or to stop making progress: failures unless we stop it."""
         sentinels = {process.sentinel: index for index, process in enumerate(self._processes)}
-        (ended, *_) = wait_for_sentinels(list(sentinels))
+        interval = min(1.0, self.config.heartbeat_timeout_s / 4)
+        while not (ended := wait_for_sentinels(list(sentinels), timeout=interval)):
+            self._check_heartbeats()
         if self._stopping:
             return
-        rank = sentinels[ended]  # type: ignore[index]
+        rank = sentinels[ended[0]]  # type: ignore[index]
         moe, process = self.layout.moe_servers[rank], self._processes[rank]
         process.join()
         reason = read_error(self.run_dir, moe) or _exit_reason(process.exitcode)
@@ -139,11 +163,11 @@ class Deployment:
         self._failure = reason
         if not self.records:
             # Still starting: do not wait for engines that nobody will use.
-            kill_all(processes_of(self.run_dir, ENV_RUN_DIR, exclude={os.getpid()}, trackers=False))
-        for slot in self.slots.values():
-            slot.fail()
+            self._kill_servers()
         if self._on_failure is not None:
             self._on_failure()
+        for slot in self.slots.values():
+            slot.fail()
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Call `callback` from another thread when a MoE server is lost; at once if it was."""
@@ -151,17 +175,21 @@ class Deployment:
         if self._failure is not None:
             callback()
 
+    def _check_heartbeats(self) -> None:
+        """Notice a MoE server that lives but makes no progress."""
+        if not self.records:
+            return  # not loaded yet
+        for moe, board in zip(self.layout.moe_servers, self.boards, strict=True):
+            age = board.heartbeat_age_s()
+            if age > self.config.heartbeat_timeout_s:
+                self._fail(
+                    f"{moe.name} has shown no progress for {age:.1f} s "
+                    f"(heartbeat_timeout_s = {self.config.heartbeat_timeout_s:g})"
+                )
+
     @property
     def failure(self) -> str | None:
-        """What is wrong, or None. Notices a MoE server that lives but makes no progress."""
-        if self._failure is None and not self._stopping and self.records:
-            for moe, board in zip(self.layout.moe_servers, self.boards, strict=True):
-                age = board.heartbeat_age_s()
-                if age > self.config.heartbeat_timeout_s:
-                    self._fail(
-                        f"{moe.name} has shown no progress for {age:.0f} s "
-                        f"(heartbeat_timeout_s = {self.config.heartbeat_timeout_s:g})"
-                    )
+        """Which MoE server is lost, and why; or None."""
         return self._failure
 
     def mark_lost(self, name: str) -> None:
@@ -177,7 +205,6 @@ class Deployment:
                         f"{moe.name} has not loaded its experts within startup_timeout_s = "
                         f"{self.config.startup_timeout_s:g} s"
                     )
-                    self.shutdown()
                     raise DeploymentError(reason)
                 time.sleep(0.02)
             logger.info("%s is ready after %.1f s", moe.name, time.monotonic() - begin)
@@ -190,9 +217,8 @@ class Deployment:
             self.records[server.name] = record
         try:
             check_agreement(list(self.records.values()))
-        except Exception:
-            self.shutdown()
-            raise
+        except MismatchError as error:
+            raise DeploymentError(str(error)) from None
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop engines, then MoE servers; kill what does not stop in time."""
@@ -212,6 +238,20 @@ class Deployment:
                 process.join()
 
 
+def _check_experts(vllm_config: VllmConfig, layout: Layout) -> None:
+    """Say before anything starts that a model cannot be spread over its MoE servers."""
+    model = vllm_config.model_config
+    if not model.get_num_experts():
+        raise DeploymentError(
+            f"{model.model} ({', '.join(model.architectures)}) has no routed experts; serve it "
+            "without --executor expertplex"
+        )
+    try:
+        expert_map(vllm_config, layout)
+    except ValueError as error:
+        raise DeploymentError(str(error)) from None
+
+
 def _exit_reason(code: int | None) -> str:
     return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
@@ -225,6 +265,11 @@ def _role_config(base: VllmConfig, settings: ServerSettings, server: Server) -> 
         asynchronous = bool(config.scheduler_config.async_scheduling)
         name = "AsyncDecodeScheduler" if asynchronous else "DecodeScheduler"
         config.scheduler_config.scheduler_cls = f"vllm_expertplex.executor.scheduler.{name}"
+    if current_platform.is_cpu() and quant_scheme(base) is not QuantScheme.NONE:
+        # vLLM's CPU layers take FP8 on few CPUs; attention servers dequantise as they load, and
+        # MoE servers compute from the checkpoint's own FP8.
+        config.quant_config = None
+        config.model_config.quantization = None
     mine = ServerSettings(settings.config, server.role, server.rank)
     shared: Any = base.additional_config
     config.additional_config = {**shared, **mine.to_additional_config()}

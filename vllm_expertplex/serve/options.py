@@ -14,8 +14,8 @@ from vllm_expertplex.layout import Layout
 EXECUTORS = ("default", "expertplex")
 
 _GiB = 2**30
-_KV_SHARE = 0.4  # of free memory, over all attention servers, when nothing is said
-_KV_MOST = 4 * _GiB
+_KV_SHARE = 0.25  # of free memory, over all attention servers, when nothing is said
+_KV_MOST = 2 * _GiB
 
 _refusal: str | None = None
 
