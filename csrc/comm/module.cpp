@@ -45,10 +45,7 @@ class SlotControl {
  public:
   SlotControl(const std::string& path, const Shape& shape, bool create)
       : slot_(path, shape, create) {}
-  void fail() {
-    slot_.header().failed.store(1, std::memory_order_release);
-    wake_all();
-  }
+  void fail() { mark_failed(slot_.header()); }
   nb::dict counters() const {
     const SlotHeader& header = slot_.header();
     nb::dict result;
@@ -61,10 +58,6 @@ class SlotControl {
   }
 
  private:
-  // The done word does not change on failure, so sleepers are woken without it.
-  void wake_all() {
-    syscall(SYS_futex, &slot_.header().done.sequence, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-  }
   Slot slot_;
 };
 
@@ -109,9 +102,10 @@ NB_MODULE(_comm, m) {
           "__init__",
           [](AttentionEndpoint* self, const std::vector<std::string>& slots,
              const std::vector<std::string>& boards, const Shape& shape,
-             std::vector<int32_t> expert_server, std::vector<int32_t> expert_slot, int64_t spin_ns) {
-            new (self) AttentionEndpoint(slots, boards, shape,
-                                         {std::move(expert_server), std::move(expert_slot)}, spin_ns);
+             std::vector<int32_t> expert_server, std::vector<int32_t> expert_slot,
+             int64_t spin_ns) {
+            new (self) AttentionEndpoint(
+                slots, boards, shape, {std::move(expert_server), std::move(expert_slot)}, spin_ns);
           },
           nb::arg("slots"), nb::arg("boards"), nb::arg("shape"), nb::arg("expert_server"),
           nb::arg("expert_slot"), nb::arg("spin_ns"))
@@ -122,8 +116,8 @@ NB_MODULE(_comm, m) {
             self.dispatch(reinterpret_cast<const char*>(x), reinterpret_cast<const int32_t*>(ids),
                           reinterpret_cast<const float*>(weights), tokens, layer, phase);
           },
-          nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("tokens"), nb::arg("layer"), nb::arg("phase"),
-          nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("tokens"), nb::arg("layer"),
+          nb::arg("phase"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "combine",
           [](AttentionEndpoint& self, uintptr_t out, int64_t timeout_ns) {

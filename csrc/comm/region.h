@@ -47,6 +47,15 @@ struct SlotHeader {
 };
 static_assert(sizeof(SlotHeader) <= kPage);
 
+// Marks the slot's MoE server gone and wakes whoever waits for it.
+inline void mark_failed(SlotHeader& header) {
+  header.failed.store(1, std::memory_order_release);
+  // A waiter may have looked at `failed` already and not sleep yet: the word it is about to sleep
+  // on must change. Half the range away, it is no operation's number.
+  header.done.sequence.fetch_add(1u << 31, std::memory_order_release);
+  wake(header.done);
+}
+
 struct Board {
   uint32_t magic, version;
   alignas(64) std::atomic<uint32_t> stop;
@@ -68,10 +77,10 @@ struct Offsets {
       return start;
     };
     const size_t tokens = s.max_tokens;
-    x = take(tokens * s.hidden * s.item);                 // [max_tokens, hidden] activations
-    ids = take(tokens * s.topk * sizeof(int32_t));        // [max_tokens, topk] local slot or -1
-    weights = take(tokens * s.topk * sizeof(float));      // [max_tokens, topk] fp32
-    out = take(tokens * s.hidden * sizeof(float));        // [max_tokens, hidden] fp32 partial sums
+    x = take(tokens * s.hidden * s.item);             // [max_tokens, hidden] activations
+    ids = take(tokens * s.topk * sizeof(int32_t));    // [max_tokens, topk] local slot or -1
+    weights = take(tokens * s.topk * sizeof(float));  // [max_tokens, topk] fp32
+    out = take(tokens * s.hidden * sizeof(float));    // [max_tokens, hidden] fp32 partial sums
     size = at;
   }
 };
@@ -83,14 +92,17 @@ class Mapping {
     const int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT | O_EXCL : 0);
     const int fd = open(path.c_str(), flags, 0600);
     if (fd < 0) fail(path, create ? "create" : "open");
-    struct stat info {};
+    struct stat info{};
     // posix_fallocate, not ftruncate: a full /dev/shm must be an error here, not a SIGBUS later.
     const int error = create ? posix_fallocate(fd, 0, static_cast<off_t>(size)) : fstat(fd, &info);
     if (error != 0) {
       errno = create ? error : errno;
       close(fd);
       if (create) unlink(path.c_str());
-      fail(path, create ? "reserve memory for" : "read");
+      const std::string room =
+          " (" + std::to_string(size) + " bytes; if the file system is full, " +
+          "enlarge it, in a container with --shm-size, or lower " + "--max-num-batched-tokens)";
+      fail(path + (create ? room : ""), create ? "reserve memory for" : "read");
     }
     if (!create && (static_cast<size_t>(info.st_size) != size || info.st_uid != geteuid())) {
       close(fd);
@@ -137,8 +149,8 @@ class Slot {
     } else if (header().magic != kMagic || header().version != kVersion ||
                header().shape != shape) {
       throw std::runtime_error(path + ": " + describe(header().shape) + " version " +
-                               std::to_string(header().version) + ", expected " +
-                               describe(shape) + " version " + std::to_string(kVersion) +
+                               std::to_string(header().version) + ", expected " + describe(shape) +
+                               " version " + std::to_string(kVersion) +
                                "; all servers must run the same model and package version");
     }
   }
