@@ -54,6 +54,10 @@ class AttentionEndpoint {
                                   " (max_num_batched_tokens)");
     }
     if (in_flight_) throw std::logic_error("dispatch before combine of the previous operation");
+    if (lost_ >= 0) {
+      throw std::logic_error("moe-" + std::to_string(lost_) + " did not finish an earlier " +
+                             "operation and may still use its slot; restart the attention server");
+    }
     const int64_t start = monotonic_ns();
     const size_t row = size_t{shape_.hidden} * shape_.item;
     const uint32_t topk = shape_.topk;
@@ -97,7 +101,8 @@ class AttentionEndpoint {
 
   // Waits for every MoE server of the operation and sums their partial sums into `out`
   // ([tokens, hidden] fp32). Returns -1, or the rank of the server that did not answer in time or
-  // is marked failed; the operation is over either way.
+  // is marked failed. After that nothing more can be dispatched: a MoE server that is only late
+  // would read and write the buffers of the next operation.
   int combine(float* out, int64_t timeout_ns) {
     if (!in_flight_) throw std::logic_error("combine without dispatch");
     const int64_t start = monotonic_ns();
@@ -118,6 +123,7 @@ class AttentionEndpoint {
     if (missing < 0) sum(out);
     account(waited - start, monotonic_ns() - waited);
     drop();
+    lost_ = missing;
     return missing;
   }
 
@@ -181,6 +187,7 @@ class AttentionEndpoint {
   std::vector<Peer> peers_;
   uint32_t tokens_ = 0;
   bool in_flight_ = false;
+  int lost_ = -1;  // the MoE server that did not finish an operation
   int64_t dispatch_ns_ = 0;
   uint64_t operations_ = 0;
 };
