@@ -50,6 +50,7 @@ class AttentionPeer:
         timeout_s: float,
     ) -> None:
         self._me = me
+        self._shape = shape
         self._timeout_s = timeout_s
         self._endpoint = AttentionEndpoint(
             [slot_path(run_dir, me, moe) for moe in layout.moe_servers],
@@ -70,15 +71,24 @@ class AttentionPeer:
         layer: int,
         phase: int,
     ) -> None:
-        """Push x [n, hidden] with topk_weights [n, topk] fp32 and topk_ids [n, topk] int32."""
+        """Push x [n, hidden] with topk_weights [n, topk] fp32 and topk_ids [n, topk] int32.
+
+        Raises ValueError with both shapes where they do not fit the slots.
+        """
+        n, slots = x.shape[0], self._shape
+        found = (x.shape, x.itemsize, topk_ids.shape, topk_weights.shape)
+        expected = ((n, slots.hidden), slots.item, (n, slots.topk), (n, slots.topk))
+        if found != expected:
+            raise ValueError(
+                f"{self._me.name}: x, its bytes per element, topk_ids, topk_weights are {found}, "
+                f"the slots expect {expected}; the layer is not the one the configuration describes"
+            )
         # vLLM's routers return these types and layouts already, and then this costs nothing.
         x = x.contiguous()
         ids = topk_ids.to(torch.int32).contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
         self._layer = layer
-        self._endpoint.dispatch(
-            x.data_ptr(), ids.data_ptr(), weights.data_ptr(), x.shape[0], layer, phase
-        )
+        self._endpoint.dispatch(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), n, layer, phase)
 
     def combine(self, tokens: int, dtype: torch.dtype) -> torch.Tensor:
         """Wait for every MoE server and return the sum [tokens, hidden] as `dtype`, rounded once.
