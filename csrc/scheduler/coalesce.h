@@ -1,10 +1,11 @@
 // Coalescing: decode operations of one layer from several attention servers become one, so that
 // each expert's weights are read once. Used by the controller alone; it keeps no shared word.
 //
-// The server that is ahead waits, by at most `window_ns` per operation, for servers that are about
-// to reach the same layer; one that is behind never waits. So servers that run the same model drift
-// into step by themselves and need no barrier. A server that has sent nothing for `stale_ns` is not
-// waited for.
+// An operation waits, by at most `window_ns`, for servers that are one layer behind it; and for the
+// leader, the lowest-numbered server, wherever that is: so servers that run the same model drift
+// into step by themselves and need no barrier. (Servers waiting for whoever is behind them can
+// chase one another round the model for ever.) Nobody waits for a server that has sent nothing for
+// `stale_ns`.
 #pragma once
 #include "queue.h"
 
@@ -31,16 +32,20 @@ XP_HD void forget(Coalescer& c, uint32_t source) {
   c.known &= ~(uint64_t{1} << source);
 }
 
-// Should `source`, ready for `layer`, wait for `other`? It should when fewer layers (counted round
-// the end of the model) separate `other` from it than it from `other`: exactly one of the two
-// waits.
-XP_HD bool waits_for(const Coalescer& c, uint32_t source, uint32_t other, uint64_t now_ns) {
-  if (now_ns - c.arrived_ns[other] > c.stale_ns) return false;
-  const bool pending = c.pending >> other & 1;
+XP_HD uint64_t live(const Coalescer& c, uint64_t now_ns) {
+  uint64_t mask = 0;
+  for (uint64_t m = c.known; m; m &= m - 1) {
+    const uint32_t source = lowest_bit(m);
+    if (now_ns - c.arrived_ns[source] <= c.stale_ns) mask |= uint64_t{1} << source;
+  }
+  return mask;
+}
+
+// How long `source`, which is pending, waits for `other`, which is not in its group. Half as long
+// for the leader as for one that is a layer behind: two that wait for each other still draw near.
+XP_HD uint64_t patience(const Coalescer& c, uint32_t source, uint32_t other, bool leader) {
   const uint32_t ahead = (c.layer[source] + c.layers - c.layer[other]) % c.layers;
-  if (pending && ahead == 0) return false;  // it is here
-  const uint32_t to_come = ahead ? ahead : c.layers, round = c.layers + !pending;
-  return 2 * to_come < round || (2 * to_come == round && source < other);
+  return ahead == 1 ? c.window_ns : leader ? c.window_ns / 2 : 0;
 }
 
 // The next group to run: sources whose pending operations have one layer, oldest first, all of
@@ -49,20 +54,22 @@ XP_HD bool waits_for(const Coalescer& c, uint32_t source, uint32_t other, uint64
 XP_HD uint64_t take_group(Coalescer& c, uint64_t now_ns, uint64_t& due_ns) {
   due_ns = ~uint64_t{0};
   uint64_t seen = 0;
+  const uint64_t others = live(c, now_ns);
   for (uint64_t rest = c.pending; rest; rest = c.pending & ~seen) {
     uint32_t first = lowest_bit(rest);
     for (uint64_t m = rest; m; m &= m - 1)
       if (c.arrived_ns[lowest_bit(m)] < c.arrived_ns[first]) first = lowest_bit(m);
     const uint32_t layer = c.layer[first];
     uint64_t group = 0;
-    bool wait = false;
-    for (uint64_t m = c.known; m; m &= m - 1) {
-      const uint32_t source = lowest_bit(m);
-      if (c.pending >> source & 1 && c.layer[source] == layer) group |= uint64_t{1} << source;
-      wait |= source != first && waits_for(c, first, source, now_ns);
+    for (uint64_t m = c.pending; m; m &= m - 1)
+      if (c.layer[lowest_bit(m)] == layer) group |= uint64_t{1} << lowest_bit(m);
+    uint64_t wait = 0;
+    for (uint64_t m = others & ~group; m; m &= m - 1) {
+      const uint64_t w = patience(c, first, lowest_bit(m), lowest_bit(m) == lowest_bit(others));
+      if (w > wait) wait = w;
     }
-    const uint64_t due = c.arrived_ns[first] + c.window_ns;
-    if (!wait || now_ns >= due) {
+    const uint64_t due = c.arrived_ns[first] + wait;
+    if (now_ns >= due) {
       c.pending &= ~group;
       due_ns = now_ns;
       return group;

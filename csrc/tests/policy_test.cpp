@@ -84,7 +84,7 @@ void test_coalesce_cases() {
   arrive(c, 3, 5, 10);
   CHECK(take_group(c, 10, due) == 8, "nobody else is known: no wait");
   arrive(c, 1, 5, 20);
-  CHECK(take_group(c, 20, due) == 2, "source 3 has had layer 5: it is ahead");
+  CHECK(take_group(c, 20, due) == 2, "source 3 has had layer 5: no wait");
   arrive(c, 3, 6, 30);
   CHECK(take_group(c, 30, due) == 0 && due == 130, "source 1 is about to send layer 6");
   arrive(c, 1, 6, 60);
@@ -103,17 +103,21 @@ void test_coalesce_cases() {
   CHECK(take_group(c, 400 + c.stale_ns + 1, due) == 2, "a silent source is not waited for");
 }
 
-// Two servers with their own pace, starting anywhere: no operation waits longer than the window,
-// and servers of one pace end up in step.
+// Servers of about one pace, starting anywhere: no operation waits longer than the window, and they
+// end up in step.
 void test_coalesce_converges() {
-  for (int round = 0; round < 500; ++round) {
-    const uint64_t window = 20 + below(60), run = 40, pace = 100;
+  for (int round = 0; round < 200; ++round) {
+    const uint64_t window = 40 + below(60), run = 40, pace = 100;
+    const uint32_t sources = 2 + below(4), layers = 2 + below(11);
     Coalescer c = coalescer(window);
-    uint64_t ready[2] = {below(2000), below(2000)}, sent[2] = {0, 0}, joint = 0, last_groups = 0;
-    uint32_t layer[2] = {below(10), below(10)};
-    bool waiting[2] = {false, false};
+    c.layers = layers;
+    std::vector<uint64_t> ready(sources), sent(sources);
+    std::vector<uint32_t> layer(sources);
+    std::vector<bool> waiting(sources);
+    for (uint32_t s = 0; s < sources; ++s) ready[s] = below(2000), layer[s] = below(layers);
+    uint64_t members = 0, groups = 0;
     for (uint64_t t = 0; t < 60000; ++t) {
-      for (uint32_t s = 0; s < 2; ++s)
+      for (uint32_t s = 0; s < sources; ++s)
         if (!waiting[s] && t >= ready[s]) {
           arrive(c, s, layer[s], t);
           waiting[s] = true;
@@ -121,18 +125,21 @@ void test_coalesce_converges() {
         }
       uint64_t due;
       while (const uint64_t group = take_group(c, t, due)) {
-        for (uint32_t s = 0; s < 2; ++s) {
+        const uint32_t together = layer[lowest_bit(group)];
+        for (uint32_t s = 0; s < sources; ++s) {
           if (!(group >> s & 1)) continue;
           CHECK(t - sent[s] <= window, "waited %lu ns", static_cast<unsigned long>(t - sent[s]));
-          layer[s] = (layer[s] + 1) % 10;
-          ready[s] = t + run + pace;
+          CHECK(layer[s] == together, "one layer");
+          layer[s] = (layer[s] + 1) % layers;
+          ready[s] = t + run + pace + below(20);
           waiting[s] = false;
         }
-        if (t > 50000) joint += group == 3, ++last_groups;
+        if (t > 50000) members += bit_count(group), ++groups;
       }
+      CHECK(due > t, "due now, yet not taken");
     }
-    CHECK(joint == last_groups && joint > 0, "in step: %lu of %lu",
-          static_cast<unsigned long>(joint), static_cast<unsigned long>(last_groups));
+    CHECK(members == groups * sources, "not in step: %u sources, %lu operations in %lu groups",
+          sources, static_cast<unsigned long>(members), static_cast<unsigned long>(groups));
   }
 }
 }  // namespace
