@@ -141,6 +141,8 @@ class ExpertPlexClient(EngineCoreClient):
         name = self.deployment.layout.attention_servers[index].name
         if self._engines.pop(index, None) is None:
             return EngineCoreOutputs(engine_index=index)
+        if self.deployment.failure:  # the engine could not go on without its MoE server
+            raise EngineDeadError(self.deployment.failure)
         try:
             ended = self.table.lose(index)
         except NoServerLeft as none_left:
@@ -180,9 +182,14 @@ class ExpertPlexClient(EngineCoreClient):
 
     # -- everything else -----------------------------------------------------------------------
 
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be served any more, naming the server; or None."""
+        return self.deployment.failure or self.resources.lost
+
     def _ensure_alive(self) -> None:
         if self.resources.engine_dead:
-            raise EngineDeadError(self.deployment.failure or self.resources.lost)
+            raise EngineDeadError(self.failure)
 
     async def get_supported_tasks_async(self) -> Any:
         return await next(iter(self._engines.values())).get_supported_tasks_async()

@@ -13,7 +13,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_expertplex.config import ServerSettings, run_dir
 from vllm_expertplex.layout import Server
-from vllm_expertplex.serve.records import read_ports
+from vllm_expertplex.serve.records import read_ports, write_error
 
 EXECUTOR = "vllm_expertplex.executor.executor.ExpertPlexExecutor"
 
@@ -27,7 +27,13 @@ class ExpertPlexExecutor(UniProcExecutor):
             raise RuntimeError("ExpertPlexExecutor runs only under --executor expertplex")
         # The KV connector reads its port from the environment. It must differ per engine, and must
         # not be in the configuration, which is hashed into the compile cache.
-        port = read_ports(run_dir())[Server(settings.role, settings.rank).name]
+        me = Server(settings.role, settings.rank)
+        port = read_ports(run_dir())[me.name]
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
         self.parallel_config.worker_cls = "vllm_expertplex.executor.worker.AttentionCPUWorker"
-        super()._init_executor()
+        try:
+            super()._init_executor()
+        except Exception as error:
+            # vLLM tells its parent only that it failed.
+            write_error(run_dir(), me, f"{type(error).__name__}: {error}")
+            raise

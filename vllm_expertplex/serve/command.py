@@ -5,7 +5,9 @@ Owns: the command from parsed arguments to exit code. Must not know: requests, t
 
 import argparse
 import os
+import signal
 import sys
+from typing import NoReturn
 
 from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.serve import options
@@ -14,20 +16,40 @@ from vllm_expertplex.shapes import fair_share
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Run vLLM's API server over a deployment; when it ends, nothing of it is left."""
+    """Run vLLM's API server over a deployment; when it ends, nothing of it is left.
+
+    Exit code 0 after an orderly stop, 1 when a server could not start or everything's was lost.
+    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
+    from vllm_expertplex.serve import status
     from vllm_expertplex.serve.deployment import DeploymentError
 
     config = options.check(args)
     options.apply(args, config)
     _set_thread_environment(config)
     with run_directory():
+        # asyncio would turn a Ctrl-C during start-up into a cancellation that waits until all
+        # servers have loaded. vLLM replaces this one once it serves, and SIGTERM's earlier.
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGTERM, _interrupt)
         try:
             ServeSubcommand.cmd(args)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
         except DeploymentError as error:
-            print(f"vllm serve: error: {error}", file=sys.stderr)
-            raise SystemExit(1) from None
+            _end(str(error))
+        if reason := status.failure():
+            _end(reason)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _end(reason: str) -> NoReturn:
+    print(f"vllm serve: error: {reason}", file=sys.stderr)
+    raise SystemExit(1)
 
 
 def _set_thread_environment(config: ExpertPlexConfig) -> None:

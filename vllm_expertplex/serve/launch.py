@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 
 from vllm_expertplex.client.core_client import ExpertPlexClient
 from vllm_expertplex.config import ServerSettings
+from vllm_expertplex.executor.patches import name_lost_servers
 from vllm_expertplex.serve import status
 from vllm_expertplex.serve.deployment import Deployment
 
@@ -40,5 +41,6 @@ def launch(
     vllm_config.cache_config.num_gpu_blocks = front.num_gpu_blocks
     vllm_config.cache_config.block_size = front.block_size
     client = ExpertPlexClient(deployment, fits)
+    name_lost_servers(lambda: deployment.lost)
     status.publish(client)
     return client

@@ -23,6 +23,11 @@ def publish(client: ExpertPlexClient) -> None:
     REGISTRY.register(_Collector(client))
 
 
+def failure() -> str | None:
+    """Why the deployment cannot serve any more; None while it can, or never was up."""
+    return None if _client is None else _client.failure
+
+
 def attach(app: Any) -> None:
     """Add `GET /expertplex/status` to vLLM's FastAPI app."""
 
@@ -34,7 +39,7 @@ def attach(app: Any) -> None:
             "layout": str(_client.deployment.layout),
             "servers": servers(_client),
             "requests": _client.table.count(),
-            "failure": _client.deployment.failure,
+            "failure": failure(),
         }
 
 
