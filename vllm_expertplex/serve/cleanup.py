@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 _TRACKER = b"multiprocessing.resource_tracker"
+_SHM = Path("/dev/shm")
 
 
 def processes_of(
@@ -72,7 +73,7 @@ def end_run(run_dir: Path, variable: str, *, exclude: set[int], trackers: bool =
     `trackers=False`, because its tracker must outlive it.
     """
     killed = processes_of(run_dir, variable, exclude=exclude, trackers=False)
-    segments = _open_segments(killed)
+    segments = _open_segments(killed, _started_ns(run_dir))
     kill_all(killed)
     if trackers:
         deadline = time.monotonic() + 2
@@ -85,14 +86,31 @@ def end_run(run_dir: Path, variable: str, *, exclude: set[int], trackers: bool =
     return killed
 
 
-def _open_segments(pids: list[int]) -> set[Path]:
-    """Shared-memory files that only these processes map, as far as this user can see.
+def _started_ns(run_dir: Path) -> int:
+    """When the run began, in ns since 1970; a run without an `owner` file begins now."""
+    try:
+        return (run_dir / "owner").stat().st_mtime_ns
+    except OSError:
+        return time.time_ns()
 
-    A killed process cannot unlink what it created (vLLM's message queues, for example).
+
+def _open_segments(pids: list[int], since_ns: int) -> set[Path]:
+    """Shared-memory segments made since then that only these processes map.
+
+    A killed process cannot unlink what it created (vLLM's message queues, for example). Other files
+    under /dev/shm are their users' own, a checkpoint kept there for example: those are older than
+    the run, or in a folder, where no segment can be.
     """
     mine = _mapped(pids)
     others = _mapped([int(p) for p in os.listdir("/proc") if p.isdigit() and int(p) not in pids])
-    return mine - others
+    return {path for path in mine - others if _is_segment(path, since_ns)}
+
+
+def _is_segment(path: Path, since_ns: int) -> bool:
+    try:
+        return path.parent == _SHM and path.stat().st_ctime_ns >= since_ns
+    except OSError:
+        return False  # gone already
 
 
 def _mapped(pids: list[int]) -> set[Path]:
