@@ -18,7 +18,8 @@ def start(run_dir: Path, variable: str) -> "subprocess.Popen[bytes]":
         [sys.executable, "-S", "-E", __file__, str(run_dir), variable],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        env={},  # so that it does not count as a process of the run
+        # Without the mark that would make it a process of the run; with all that Python may need.
+        env={name: value for name, value in os.environ.items() if name != variable},
         start_new_session=True,  # a Ctrl-C in the terminal must not reach it
     )
 
