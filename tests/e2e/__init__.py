@@ -1,0 +1,1 @@
+"""Tests that start real servers on loopback, and what they share."""

@@ -1,0 +1,56 @@
+"""The part of the parity matrix that runs on every change: one tiny model, two layouts.
+
+The whole matrix is `python -m tests.e2e.parity.matrix`.
+"""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from ..models import checkpoint
+from ..server import Server, serve
+from .compare import compare
+from .features import COMPLETIONS, PROBE, Case
+from .suite import Answers, Request, ask, judge, run
+
+pytestmark = pytest.mark.e2e
+MODEL = "minimax-m2"
+DTYPE = "float32"
+
+
+def _chosen(request: Request) -> bool:
+    """Streaming is asked of one request per group, to stay within minutes on two cores."""
+    first = {"completion", "chat", "seed", "2 seeded", "later token", "JSON schema", "echo"}
+    return not request.stream or request.case.name in first
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+def _serve(logs: Path, layout: str | None) -> AbstractContextManager[Server]:
+    log = logs / f"{layout or 'plain'}.log"
+    return serve(checkpoint(MODEL), log, layout=layout, options=("--dtype", DTYPE))
+
+
+@pytest.fixture(scope="module")
+def plain(logs: Path) -> Answers:
+    """Plain vLLM's answers, after a control: another seed must be seen as a difference."""
+    with _serve(logs, None) as server:
+        answers = run(server, only=_chosen)
+        sampled = Case("sampling", "seed", COMPLETIONS, {**PROBE.body, "temperature": 1, "seed": 7})
+        other = sampled._replace(body=sampled.body | {"seed": 8})
+        seven, again, eight = (ask(server, Request(case)) for case in (sampled, sampled, other))
+    assert not compare(seven, again, 0.0).differences
+    assert compare(seven, eight, 1e-4).differences
+    return answers
+
+
+@pytest.mark.parametrize("layout", ["1P1D1E", "2P1D3E"])
+def test_answers_are_those_of_plain_vllm(layout: str, plain: Answers, logs: Path) -> None:
+    with _serve(logs, layout) as server:
+        ours = run(server, plain.probe, only=_chosen)
+    different = {v.key: str(v.differences[0]) for v in judge(plain, ours, DTYPE) if v.differences}
+    assert not different
