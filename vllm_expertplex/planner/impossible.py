@@ -3,11 +3,16 @@
 Owns: the diagnosis of an empty search. Must not know: output formats.
 """
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 
-from vllm_expertplex.planner.search import Problem, search
+from vllm_expertplex.planner.search import search
 from vllm_expertplex.planner.setup import Setting
 from vllm_expertplex.planner.workload import Targets
+
+NO_TARGET = 1e6  # seconds
 
 
 class Infeasible(ValueError):
@@ -70,54 +75,42 @@ def _attention(setting: Setting, gpus: int) -> str | None:
 
 
 def _targets(setting: Setting, gpus: int, placement: str) -> str | None:
-    """Find the loosest targets that are needed, by searching with each one lifted."""
-    asked, share = setting.targets, setting.assumptions
-    floors = {}
-    for name, targets in (
-        ("TTFT", Targets(1e6, asked.tpot)),
-        ("TPOT", Targets(asked.ttft, 1e6)),
-        ("both", Targets(1e6, 1e6)),
-    ):
+    """The smallest changes of the targets that make a layout feasible, found by searching."""
+    asked = setting.targets
+
+    def feasible(targets: Targets) -> bool:
         lifted = setting._replace(targets=targets)
-        if search(lifted.problem(gpus), lifted.space(gpus, placement)) is not None:
-            floors[name] = True
-    if not floors:
+        return search(lifted.problem(gpus), lifted.space(gpus, placement)) is not None
+
+    if not feasible(Targets(NO_TARGET, NO_TARGET)):
         return None
-    problem = setting.problem(gpus)
-    prefill, decode = _fastest(problem, setting, gpus)
-    prefill, decode = prefill / share.ttft_share, decode / share.tpot_share
-    text = []
-    if prefill > asked.ttft:
-        text.append(
-            f"TTFT {asked.ttft:g} s is below the floor: one prompt of "
-            f"{setting.workload.mean_input:.0f} tokens needs a target of {prefill:.3g} s or more "
-            f"(its iteration may take {share.ttft_share:g} of it)"
-        )
-    if decode > asked.tpot:
-        text.append(
-            f"TPOT {asked.tpot:g} s is below the floor: the fastest decode iteration needs a "
-            f"target of {decode:.3g} s or more (it may take {share.tpot_share:g} of it)"
-        )
-    if not text:
-        text.append(
-            f"TTFT {asked.ttft:g} s and TPOT {asked.tpot:g} s cannot be met together: alone, with "
-            f"nearly all SMs, prefill needs {prefill:.3g} s and decode {decode:.3g} s"
-        )
-    return f"{'; '.join(text)}. Loosen that target, use faster GPUs, or allow more of them"
+    ways = []
+    if feasible(Targets(NO_TARGET, asked.tpot)):
+        least = _least(lambda t: feasible(Targets(t, asked.tpot)), asked.ttft)
+        ways.append(f"TTFT of {least:.3g} s or more with TPOT {asked.tpot:g} s")
+    if feasible(Targets(asked.ttft, NO_TARGET)):
+        least = _least(lambda t: feasible(Targets(asked.ttft, t)), asked.tpot)
+        ways.append(f"TPOT of {least:.3g} s or more with TTFT {asked.ttft:g} s")
+    if not ways:
+        ttft = _least(lambda t: feasible(Targets(t, NO_TARGET)), asked.ttft)
+        tpot = _least(lambda t: feasible(Targets(ttft, t)), asked.tpot)
+        ways.append(f"TTFT of {ttft:.3g} s or more and TPOT of {tpot:.3g} s or more together")
+    a = setting.assumptions
+    return (
+        f"TTFT {asked.ttft:g} s and TPOT {asked.tpot:g} s are below the floor of {gpus} x "
+        f"{setting.gpu.name} for prompts of {setting.workload.mean_input:.0f} tokens (an iteration "
+        f"may take {a.ttft_share:g} of TTFT and {a.tpot_share:g} of TPOT); what would do: a "
+        f"{', or a '.join(ways)}; or more or faster GPUs"
+    )
 
 
-def _fastest(problem: Problem, setting: Setting, gpus: int) -> tuple[float, float]:
-    """Shortest prefill and decode iteration of one request with nearly all SMs."""
-    most = min(gpus - 2, setting.model.experts)
-    moe = np.arange(1, most + 1)
-    moe = moe[problem.memory.moe_fits(1.0, 1.0, moe.astype(float))]
-    one = np.ones_like(moe, dtype=float)
-    prefill, decode = [], []
-    for tp in (t for t in (1, 2, 4, 8) if t < gpus - 1):
-        for overlap in problem.latency.overlaps:
-            full = np.full_like(moe, problem.sms - setting.assumptions.sm_step)
-            least = np.full_like(moe, setting.assumptions.sm_step)
-            gpu = np.full_like(moe, tp)
-            prefill.append(np.min(problem.prefill_parts(one, gpu, moe, least, tp, overlap).total))
-            decode.append(np.min(problem.decode_parts(one, gpu, moe, full, tp, overlap).total))
-    return float(min(prefill)), float(min(decode))
+def _least(feasible: Callable[[float], bool], low: float) -> float:
+    """Smallest feasible target above `low`, to 1 %, rounded up to three digits."""
+    high = low
+    while not feasible(high):
+        low, high = high, high * 4
+    while high / low > 1.01:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if feasible(middle) else (middle, high)
+    digit = 10.0 ** (math.floor(math.log10(high)) - 2)
+    return math.ceil(high / digit) * digit

@@ -78,9 +78,9 @@ class Latency:
         """`each` prompts of `length` on the fullest prefill server, `tokens` over all of them.
 
         A server sends at most `prefill_tokens` at a time; a longer batch makes several rounds
-        through the MoE servers.
+        through the MoE servers. Rounds are not rounded up: the last one costs its part.
         """
-        rounds = np.maximum(1.0, np.ceil(each * length / self.assumptions.prefill_tokens))
+        rounds = np.maximum(1.0, each * length / self.assumptions.prefill_tokens)
         attention = self.kernels.prefill_attention(each, length, tp)
         attention = attention + self.kernels.head(each, tp)
         reduce = self.network.all_reduce(each * length / rounds, tp) * rounds * self.model.layers

@@ -53,16 +53,22 @@ class Memory:
     def moe_fits(self, prefill: Number, decode: Number, servers: Number) -> NDArray[np.bool_]:
         return np.asarray(self.moe_server(prefill, decode, servers) <= self.usable)
 
-    def most_prefill(self, servers: Array, total: Number, tp_prefill: int, tp_decode: int) -> Array:
-        """Largest count of prefill GPUs (of `total` attention GPUs) whose buffers fit.
+    def prefill_bounds(
+        self, servers: Array, total: Array, tp_prefill: int, tp_decode: int
+    ) -> tuple[Array, Array]:
+        """Fewest and most prefill GPUs, of `total` attention GPUs, whose buffers fit.
 
-        Buffers grow when a GPU moves from decode to prefill, so the bound is exact. Negative when
-        not even an all-decode deployment fits.
+        Buffers are linear in that number, so the bounds are exact. Empty (low > high) when none is.
         """
         per_prefill = self.buffers(1.0 / tp_prefill, 0.0, servers)
         per_decode = self.buffers(0.0, 1.0 / tp_decode, servers)
         free = self.usable - self.assumptions.runtime_reserve - self.experts(servers)
-        return np.floor((free - total * per_decode) / (per_prefill - per_decode) + 1e-9)
+        room, slope = free - total * per_decode, per_prefill - per_decode  # P slope <= room
+        with np.errstate(divide="ignore", invalid="ignore"):
+            edge = room / slope
+        high = np.where(slope > 0, np.floor(edge + 1e-9), np.where(room >= 0, total, -1))
+        low = np.where(slope < 0, np.maximum(0, np.ceil(edge - 1e-9)), 0)
+        return low, np.where(slope < 0, total, high)
 
     def attention_server(self, tp: int) -> float:
         """Bytes of one attention GPU before its KV cache."""

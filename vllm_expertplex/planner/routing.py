@@ -71,14 +71,15 @@ class Routing:
         """Load when `tokens` tokens (arrays broadcast) meet `servers` MoE servers."""
         servers = np.asarray(servers, dtype=np.int64)
         table = self._table(int(servers.max()), tile)
-        place = np.log2(np.maximum(tokens, 1.0)) * 4
-        low = np.minimum(place.astype(np.int64), len(_TOKENS) - 2)
-        part = place - low  # past the last point: extrapolated, loads are linear there
+        tokens = np.maximum(np.asarray(tokens, dtype=float), 1.0)
+        low = np.minimum((np.log2(tokens) * 4).astype(np.int64), len(_TOKENS) - 2)
+        part = (tokens - _TOKENS[low]) / (_TOKENS[low + 1] - _TOKENS[low])
         below, above = table[:, servers, low], table[:, servers, low + 1]
         x_moe, active, rows = below + (above - below) * part
-        rows = self._row_share[servers] * np.asarray(tokens, dtype=float)
-        scale = np.maximum(1.0, tokens / _TOKENS[-1])
-        return MoeLoad(np.where(scale > 1, rows / tile, x_moe), active, rows)
+        beyond = tokens > _TOKENS[-1]  # every expert is active and tiles are full
+        x_moe = np.where(beyond, rows / tile, x_moe)
+        active = np.where(beyond, table[1, servers, -1], active)
+        return MoeLoad(x_moe, active, rows)
 
     def spread(self, servers: Array) -> Array:
         """Expected number of distinct MoE servers one token reaches."""
@@ -100,14 +101,12 @@ class Routing:
         tiles = active + _extra_tiles(hit * _TOKENS[None, :], tile)
         table = np.zeros((3, most + 1, len(_TOKENS)))
         self._spread = np.zeros(most + 1)
-        self._row_share = np.zeros(most + 1)
         for servers in range(1, most + 1):
             owner = np.asarray(ExpertMap.contiguous(self.experts, servers).server)
             first = np.searchsorted(owner, np.arange(servers))
             table[0, servers] = np.add.reduceat(tiles, first, axis=0).max(axis=0)
             table[1, servers] = np.add.reduceat(active, first, axis=0).max(axis=0)
-            mass = np.add.reduceat(hit[:, 0], first)
-            self._row_share[servers] = mass.max()
+            table[2, servers] = np.add.reduceat(hit[:, 0], first).max() * _TOKENS
             self._spread[servers] = (
                 1.0 - np.prod(1.0 - np.minimum(hit[:, 0], 1.0)[None, :] * _owns(owner, servers), 1)
             ).sum()

@@ -196,13 +196,14 @@ def _cross(
     """Best layout for one pair of tensor parallelisms: bisect the crossing, for all (E, q)."""
     step_p, step_d = space.unit * tp_p, space.unit * tp_d
     rest = space.gpus - moe
-    fits = problem.memory.most_prefill(moe, rest, tp_p, tp_d)
+    low, high = problem.memory.prefill_bounds(moe, rest, tp_p, tp_d)
     # integer steps of P: at least one, leaving at least one step of D, buffers within memory
-    most = np.minimum((rest - step_d) // step_p, fits // step_p)
-    keep = most >= 1
+    least = np.maximum(1, np.ceil(low / step_p))
+    most = np.minimum((rest - step_d) // step_p, high // step_p)
+    keep = most >= least
     if not keep.any():
         return None
-    moe, q, rest, most = moe[keep], q[keep], rest[keep], most[keep]
+    moe, q, rest, least, most = (x[keep] for x in (moe, q, rest, least, most))
 
     def decode_gpus(steps: Array) -> Array:
         return (rest - steps * step_p) // step_d * step_d
@@ -217,8 +218,7 @@ def _cross(
         prefill, decode = rates(steps)
         return prefill.rate <= decode.rate
 
-    one = np.ones_like(most)
-    last_short = _between(prefill_is_short, one, most)
+    last_short = _between(prefill_is_short, least, most)
     best: Candidate | None = None
     for steps in (last_short, np.minimum(last_short + 1, most)):
         prefill, decode = rates(steps)
@@ -279,9 +279,8 @@ def _everything(problem: Problem, space: Space, tp_p: int, tp_d: int) -> Iterato
         if not prefill.size:
             continue
         decode = (rest - prefill) // step_d * step_d
-        fits = prefill <= problem.memory.most_prefill(
-            np.array([count]), np.array([rest]), tp_p, tp_d
-        )
+        low, high = problem.memory.prefill_bounds(np.array([count]), np.array([rest]), tp_p, tp_d)
+        fits = (prefill >= low) & (prefill <= high)
         prefill, decode = prefill[fits[:, 0]], decode[fits[:, 0]]
         if not prefill.size:
             continue
