@@ -37,13 +37,14 @@ def add_options(parser: Any) -> Any:
         "--executor",
         choices=EXECUTORS,
         default="default",
-        action=_ExecutorAction,
+        action=_ServeAction,
         help="Who runs the model: vLLM itself, or ExpertPlex.",
     )
     group.add_argument(
         "--expertplex-layout",
         metavar="xPyDzE",
         default=None,
+        action=_ServeAction,
         help="Numbers of prefill, decode and MoE servers, for example 1P1D1E (the default) or "
         "1P3D4E. Prefill and decode servers hold attention, MoE servers hold every expert once.",
     )
@@ -51,6 +52,7 @@ def add_options(parser: Any) -> Any:
         "--expertplex-config",
         metavar="FILE",
         default=None,
+        action=_ServeAction,
         help="JSON or TOML file with further options: "
         + ", ".join(ExpertPlexConfig.__struct_fields__)
         + ".",
@@ -59,22 +61,27 @@ def add_options(parser: Any) -> Any:
         "--expertplex-trace",
         metavar="FILE",
         default=None,
+        action=_ServeAction,
         help="Write a trace of the tile scheduler that opens in Perfetto, one file per MoE server.",
     )
     return parser
 
 
-class _ExecutorAction(argparse.Action):
-    """`--executor expertplex` takes over the serve command, found in argparse's namespace."""
+class _ServeAction(argparse.Action):
+    """An option of ours takes over the serve command, which argparse finds in its namespace."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
         setattr(namespace, self.dest, values)
-        if values == "expertplex":
-            from vllm_expertplex.serve.command import serve
+        if values == self.default:
+            return
+        # Other commands that run engines share these options, and would ignore them.
+        if not parser.prog.endswith(" serve"):
+            parser.error(f"{option_string} works with `vllm serve` only")
+        from vllm_expertplex.serve.command import serve
 
-            namespace.dispatch_function = serve
+        namespace.dispatch_function = serve
 
 
 class Refusal(NamedTuple):
@@ -153,6 +160,8 @@ def _usage_error(message: str) -> int:
 
 def check(args: argparse.Namespace) -> ExpertPlexConfig:
     """Refuse what cannot work, by name, and return the configuration. An error ends the command."""
+    if args.executor != "expertplex":
+        _error("the --expertplex-* options need --executor expertplex")
     if _refusal is not None:
         _error(_refusal)
     for refusal in REFUSALS:
