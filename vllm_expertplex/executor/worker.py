@@ -4,19 +4,20 @@ Owns: connecting to the MoE servers and loading a model without routed experts.
 Must not know: how MoE servers compute.
 """
 
+import time
 from typing import Any
 
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_expertplex.comm.shm import AttentionPeer
-from vllm_expertplex.config import ServerSettings, run_dir
+from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, run_dir
 from vllm_expertplex.executor.loader import is_expert_weight
 from vllm_expertplex.executor.patches import apply_attention_patches
 from vllm_expertplex.executor.remote_experts import RemoteExperts, connect, remote_routed_experts
 from vllm_expertplex.executor.seam import replaced_routed_experts
 from vllm_expertplex.layout import Server
-from vllm_expertplex.serve.records import ServerRecord, write_record
+from vllm_expertplex.serve.records import ServerRecord, read_record, write_record
 from vllm_expertplex.shapes import expert_map, slot_shape, spin_us
 
 
@@ -50,6 +51,20 @@ class AttentionCPUWorker(CPUWorker):
             run_dir(),
             ServerRecord.of(me, self.vllm_config, _bytes(model), peer.layer_names),
         )
+        _await_moe_servers(me, settings.config)
+
+
+def _await_moe_servers(me: Server, config: ExpertPlexConfig) -> None:
+    """The warm-up that follows runs remote layers, whose deadline is far below a loading time."""
+    deadline = time.monotonic() + config.startup_timeout_s
+    for moe in config.parsed_layout.moe_servers:
+        while read_record(run_dir(), moe) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{me.name}: {moe.name} has not loaded its experts within startup_timeout_s = "
+                    f"{config.startup_timeout_s:g} s"
+                )
+            time.sleep(0.02)
 
 
 def _check_no_experts(me: Server, model: torch.nn.Module) -> None:
