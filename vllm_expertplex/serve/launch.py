@@ -12,7 +12,7 @@ from vllm_expertplex.client.core_client import ExpertPlexClient
 from vllm_expertplex.config import ServerSettings
 from vllm_expertplex.executor.patches import name_lost_servers
 from vllm_expertplex.serve import status
-from vllm_expertplex.serve.deployment import Deployment
+from vllm_expertplex.serve.deployment import Deployment, DeploymentError
 
 
 def launch(
@@ -26,7 +26,11 @@ def launch(
     **_single_client: Any,
 ) -> ExpertPlexClient:
     """Start a deployment and return the client in front of it. Raises DeploymentError."""
-    deployment = Deployment(vllm_config, settings)
+    try:
+        deployment = Deployment(vllm_config, settings)
+    except (ValueError, RuntimeError) as error:
+        # The model and the layout, or this machine's memory, do not fit: a word, not a traceback.
+        raise DeploymentError(str(error)) from error
 
     def make_engine(config: VllmConfig, first_decode: bool) -> Any:
         # One client warms the renderer up; which one does not matter.
