@@ -16,7 +16,7 @@ from vllm_expertplex.executor.loader import is_expert_weight
 from vllm_expertplex.executor.patches import apply_attention_patches
 from vllm_expertplex.executor.remote_experts import RemoteExperts, connect, remote_routed_experts
 from vllm_expertplex.executor.seam import replaced_routed_experts
-from vllm_expertplex.layout import Server
+from vllm_expertplex.layout import DECODE, Server
 from vllm_expertplex.serve.records import ServerRecord, read_record, write_record
 from vllm_expertplex.shapes import expert_map, slot_shape, spin_us
 
@@ -42,7 +42,8 @@ class AttentionCPUWorker(CPUWorker):
             spin_us(settings.config),
             settings.config.moe_timeout_s,
         )
-        connect(RemoteExperts(peer, self.vllm_config.scheduler_config.max_num_seqs))
+        decode_tokens = self.vllm_config.scheduler_config.max_num_seqs if me.role == DECODE else 0
+        connect(RemoteExperts(peer, decode_tokens))
         with replaced_routed_experts(remote_routed_experts(peer.layer_names)):
             super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
