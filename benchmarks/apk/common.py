@@ -73,6 +73,11 @@ def graph_us(work: Callable[[], None], repeats: int = 10, replays: int = 7) -> f
     return statistics.median(times)
 
 
+def percentile(values: list[float], p: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(p / 100 * len(ordered)))]
+
+
 def report(benchmark: str, rows: list[dict], path: Path | None) -> None:
     """Prints the rows as a table and, given a path, writes them as JSON."""
     table = Table(title=f"{benchmark} on {torch.cuda.get_device_name()}")

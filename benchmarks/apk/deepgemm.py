@@ -40,7 +40,7 @@ class Config(NamedTuple):
     @property
     def name(self) -> str:
         kind = "masked" if self.masked else "contiguous"
-        return f"{kind}_{self.n}_{self.k}_{self.groups}_{self.block_m}x{self.block_n}_s{self.stages}_c{self.multicast}"
+        return f"{kind}_{self.n}_{self.k}_{self.groups}_{self.block_m}x{self.block_n}_s{self.stages}_c{self.multicast}_{self.sms}"
 
     def build(self, out: Path, tools: Toolchain) -> None:
         source = out.with_suffix(".cu")
@@ -74,12 +74,14 @@ class DeepGemm:
 
     def __init__(self, config: Config, cubin: Path) -> None:
         self.config = config
-        module = check(cu.cuModuleLoadData(cubin.read_bytes()), f"loading {cubin}")
-        (self._function,) = check(cu.cuModuleEnumerateFunctions(1, module), "finding DeepGEMM's kernel"),
-        if isinstance(self._function, list | tuple):
-            (self._function,) = self._function
+        torch.cuda.current_stream().synchronize()  # makes the context
+        # A library's kernels run in any context of the device, so also in a Green Context.
+        library = check(cu.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0), f"loading {cubin}")
+        kernel = check(cu.cuLibraryEnumerateKernels(1, library), "finding DeepGEMM's kernel")[0]
         limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(cu.cuFuncSetAttribute(self._function, limit, config.shared_bytes), "shared memory")
+        device = check(cu.cuDeviceGet(torch.cuda.current_device()), "device")
+        check(cu.cuKernelSetAttribute(limit, config.shared_bytes, kernel, device), "shared memory")
+        self._function = cu.CUfunction(int(kernel))
 
     def bind(
         self, a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor, out: torch.Tensor,
@@ -100,12 +102,12 @@ class DeepGemm:
         self._pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         return self
 
-    def launch(self) -> None:
+    def launch(self, stream: int | None = None) -> None:
         c, config = self.config, cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = c.sms, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = 128 + (128 if c.block_m <= 64 else 256), 1, 1
         config.sharedMemBytes = c.shared_bytes
-        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.hStream = torch.cuda.current_stream().cuda_stream if stream is None else stream
         if c.multicast > 1:
             attribute = cu.CUlaunchAttribute()
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

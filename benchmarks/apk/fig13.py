@@ -153,11 +153,14 @@ def main() -> None:
     contiguous("GLM-5.1", [4096, 8192], {}, rows)
     contiguous("M2.7", [4096] if args.quick else [4096, 8192, 16384, 32768], {}, rows)
     if args.tune:
-        for tuning in ({"multicast": 1}, {"multicast": 0}, {"claim_ahead": 6}, {"claim_ahead": 3}, {"raster": 4}, {"raster": 16}):
+        for tuning in ({"multicast": 1}, {"multicast": 0}, {"claim_ahead": 4}, {"raster": 4}, {"raster": 16}):
             contiguous("GLM-5.1", [8192], tuning, rows)
     masked("GLM-5.1", 16, [1, 4, 16] if args.quick else [1, 2, 4, 8, 16], 16, 6, {}, rows)
     masked("M2.7", 64, [4, 16, 64] if args.quick else [1, 2, 4, 8, 16, 32, 64], 4, 4, {}, rows)
     masked("GLM-5.1", 16, [8], 128, 4, {}, rows)
+    if args.tune:
+        masked("GLM-5.1", 16, [1, 4, 16], 16, 6, {"decode_n": 128}, rows)
+        masked("M2.7", 64, [4, 16, 64], 4, 4, {"decode_n": 128}, rows)
     report("apk_fig13", rows, args.json)
 
 

@@ -98,7 +98,7 @@ __device__ __forceinline__ void locate_tile(const StageCache& cache, bool wide, 
     } else if (rows <= 64) {
         shape = kStackCols;
         block = 0;
-        col = (within * 2 + rank) * 2 * kNarrowN;
+        col = (within * 2 + rank) * 2 * kDecodeN;
     } else {
         const uint32_t blocks = ceil_div(rows, 128);
         shape = kStackRows;

@@ -29,12 +29,17 @@ constexpr uint32_t kCluster = 2;
 constexpr uint32_t kMathThreads = 256, kThreads = 384;
 constexpr uint32_t kProducerRegisters = 56, kMathRegisters = 224;
 
-// A stage holds 128x128 B of activations and 192x128 B of weights (prefill), or 64x128 B and 256x128 B (decode).
+// A stage holds 128x128 B of activations and 192x128 B of weights (prefill), or 64x128 B and up to
+// 256x128 B (decode).
 constexpr uint32_t kStages = 4, kStageBytes = 40960, kStageRowsA = 128;
 constexpr uint32_t kWideN = 192, kNarrowN = 128;       // columns of one warpgroup's tile
+#ifndef APK_DECODE_N
+#define APK_DECODE_N 64
+#endif
+constexpr uint32_t kDecodeN = APK_DECODE_N;            // the same where an expert has at most 64 rows: 64 or 128
 constexpr uint32_t kOutputBytes = 64 * kWideN * 2;     // bf16 output tile of one warpgroup
 #ifndef APK_CLAIM_AHEAD
-#define APK_CLAIM_AHEAD 4
+#define APK_CLAIM_AHEAD 6
 #endif
 constexpr uint32_t kClaimAhead = APK_CLAIM_AHEAD;      // K blocks left to load when the next tile is claimed
 #ifndef APK_MULTICAST

@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe, 
     const void* map_b = wide ? &layer.wide[gemm] : &layer.narrow[gemm];
     const uint32_t weight_row = m.expert() * n + m.col;
     const uint32_t bytes = (tall ? 16384u + (kFp8 ? 512u : 0u) : 8192u + (kFp8 ? 256u : 0u)) +
-                           (wide ? kWideN * 128u : tall ? 16384u : 32768u);
+                           (wide ? kWideN * 128u : tall ? 16384u : 2 * kDecodeN * 128u);
     constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     const uint64_t weight_hint = tall ? kNormal : static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     const bool any = m.rows() != 0;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe, 
                     }
                 } else {
                     Load::copy(map_b, full, weight_hint, b, kc, weight_row);
-                    if (!tall) Load::copy(map_b, full, weight_hint, b + 16384, kc, weight_row + 128);
+                    if (!tall && kDecodeN == 128) Load::copy(map_b, full, weight_hint, b + 16384, kc, weight_row + 128);
                 }
                 mem.full[pipe.stage].arrive_expect(bytes);
             } else {
@@ -203,7 +203,7 @@ __device__ __forceinline__ void multiply_tile(GemmMemory& mem, PipelineState& pi
     const uint32_t scale_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const float* sfb = mem.weight_scales[ring_slot];
     const bool cols = shape == kStackCols;
-    const bool mine = cols ? m.rows() != 0 && m.col + group * 128 < gemm_n(gemm) : m.rows() > group * 64;
+    const bool mine = cols ? m.rows() != 0 && m.col + group * kDecodeN < gemm_n(gemm) : m.rows() > group * 64;
     if (!mine) {
         skip(mem, pipe, k_blocks, deadline);
         before_output();
@@ -213,10 +213,15 @@ __device__ __forceinline__ void multiply_tile(GemmMemory& mem, PipelineState& pi
                          m.col % 128 == 0, deadline);
         before_output();
         write_output<kWideN>(mem.output[group], sum);
+    } else if (cols) {
+        float sum[kDecodeN / 2];
+        const float* scales = kDecodeN == 128 && group ? sfb + k_blocks : sfb;
+        multiply<kDecodeN>(mem, pipe, sum, k_blocks, 0, 8192 + group * kDecodeN * 128, scale_row, scales, scales, true, deadline);
+        before_output();
+        write_output<kDecodeN>(mem.output[group], sum);
     } else {
         float sum[kNarrowN / 2];
-        multiply<kNarrowN>(mem, pipe, sum, k_blocks, cols ? 0 : group * 8192, cols ? 8192 + group * 16384 : 16384,
-                           (cols ? 0 : group * 64) + scale_row, cols && group ? sfb + k_blocks : sfb, sfb, true, deadline);
+        multiply<kNarrowN>(mem, pipe, sum, k_blocks, group * 8192, 16384, group * 64 + scale_row, sfb, sfb, true, deadline);
         before_output();
         write_output<kNarrowN>(mem.output[group], sum);
     }
@@ -227,9 +232,9 @@ __device__ __forceinline__ void multiply_tile(GemmMemory& mem, PipelineState& pi
 __device__ __forceinline__ void store_output(GemmMemory& mem, const TileMessage& m, uint32_t group, const Template& op) {
     const uint32_t gemm = m.tile.stage == kStageDown ? kDown : kGateUp, n = gemm_n(gemm);
     const bool cols = m.shape() == kStackCols;
-    const uint32_t row = m.row + (cols ? 0 : group * 64), col = m.col + (cols ? group * 128 : 0);
+    const uint32_t row = m.row + (cols ? 0 : group * 64), col = m.col + (cols ? group * kDecodeN : 0);
     if (m.rows() == 0 || (!cols && m.rows() <= group * 64)) return;
-    const uint32_t width = m.shape() <= kPairCols ? kWideN : kNarrowN;
+    const uint32_t width = m.shape() <= kPairCols ? kWideN : cols ? kDecodeN : kNarrowN;
     for (uint32_t i = 0; i < width && col + i < n; i += 64)
         cute::SM90_TMA_STORE_2D::copy(&op.out[gemm], mem.output[group] + i / 64 * 8192, col + i, row);
 }

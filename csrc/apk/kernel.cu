@@ -3,8 +3,8 @@
 //
 // A cluster of two CTAs is one worker. In each CTA warps 0-7 compute, warp 8 loads by TMA, warp 10 stores and reports
 // tiles as finished. In the leader CTA warp 9 claims tiles and sends each to all warps of both CTAs through a ring of
-// two messages, so both CTAs and all warps run the same tiles in the same order. Warp 11 of CTA 0 is the controller:
-// the only one that reads words written by others than this kernel.
+// two messages, so both CTAs and all warps run the same tiles in the same order. Warp 11 of CTA 0 is the controller,
+// which submits operations; warp 11 of CTA 1 watches the clock and the host's words.
 #include "claim.cuh"
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -24,25 +24,26 @@ struct SharedMemory {
     Claimer claimer;                                  // the leader's
     StageCache known;
     uint64_t deadline;                                // %globaltimer; 0 ends every wait of this CTA
+    uint64_t tile_deadline;                           // the same, for the leader's waits on its tiles
+    Operation arriving;                               // the controller's
+    uint32_t ended;                                   // 1: this CTA has received the stop message
     uint64_t began[kRing];
     uint32_t peer_finished;                           // tiles the other CTA has finished, kept in the leader
 };
 
 struct RingPosition {
-    uint32_t slot = 0, parity = 0, count = 0;
-    __device__ __forceinline__ void advance() {
-        slot = slot + 1 == kRing ? 0 : slot + 1;
-        parity ^= slot == 0;
-        ++count;
-    }
+    uint32_t count = 0;  // tiles before this one
+    __device__ __forceinline__ uint32_t slot() const { return count % kRing; }
+    __device__ __forceinline__ uint32_t parity() const { return count / kRing & 1; }
+    __device__ __forceinline__ void advance() { ++count; }
 };
 
 __device__ __forceinline__ bool is_gemm(uint32_t stage) { return stage == kStageGateUp || stage == kStageDown; }
 
 // The current message; a stop if the deadline has passed.
 __device__ __forceinline__ TileMessage take(SharedMemory& sh, const RingPosition& at) {
-    const bool ok = sh.ring_full[at.slot].wait_cluster(at.parity, &sh.deadline);
-    TileMessage m = sh.ring[at.slot];
+    const bool ok = sh.ring_full[at.slot()].wait_cluster(at.parity(), &sh.deadline);
+    TileMessage m = sh.ring[at.slot()];
     if (!__all_sync(~0u, ok)) m.tile.stage = kStop;
     return m;
 }
@@ -63,6 +64,24 @@ __device__ __forceinline__ void report(const Launch& p, uint32_t reason, uint32_
     __threadfence_system();
 }
 
+// One warp: a check epoch, its words written by all lanes.
+__device__ __forceinline__ void announce_all(State& s, uint64_t now) {
+    const uint32_t lane = threadIdx.x % 32;
+    Epoch e{};
+    if (lane == 0) e = draw_epoch(s, now);
+    e = {__shfl_sync(~0u, e.number, 0), __shfl_sync(~0u, e.stop, 0), __shfl_sync(~0u, e.decode_workers, 0)};
+    announce(s, e, lane, 32);
+    __syncwarp();
+}
+
+// One warp.
+__device__ __forceinline__ void stop_workers(State& s, uint32_t how) {
+    if (threadIdx.x % 32 == 0) raise(s.stop, how);
+    __syncwarp();
+    announce_all(s, global_ns());
+    if (threadIdx.x % 32 == 0) wake(s);
+}
+
 // One thread: waits for a tile of any stage. False: stop.
 __device__ __forceinline__ bool claim_any(SharedMemory& sh, const Launch& p, Tile& tile) {
     State& s = *p.state;
@@ -80,7 +99,8 @@ __device__ __forceinline__ bool claim_any(SharedMemory& sh, const Launch& p, Til
             return true;
         }
         if (next == Next::kIdle)
-            while (load_relaxed(s.work) == seen && global_ns() < now + 20000) __nanosleep(20);
+            while (load_relaxed(s.work) == seen && global_ns() < now + 20000) {
+            }
         if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline)) return false;
     }
 }
@@ -97,8 +117,19 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
     }
     __syncwarp();
     for (RingPosition at;; at.advance()) {
-        bool ok = sh.ring_empty[at.slot].wait(at.parity ^ 1, &sh.deadline);
-        if (at.count) ok &= sh.claim_next.wait((at.count - 1) & 1, &sh.deadline);
+        const uint64_t now = global_ns();
+        const uint64_t limit = min(now + p.tile_ns, *static_cast<volatile uint64_t*>(&sh.deadline));
+        *static_cast<volatile uint64_t*>(&sh.tile_deadline) = limit;
+        __syncwarp();
+        bool ok = sh.ring_empty[at.slot()].wait(at.parity() ^ 1, &sh.tile_deadline);
+        if (at.count) ok &= sh.claim_next.wait((at.count - 1) & 1, &sh.tile_deadline);
+        if (!__all_sync(~0u, ok)) {  // the tile before does not get on
+            if (lane == 0) {
+                report(p, limit == now + p.tile_ns ? 2 : 1, cluster, m.tile, m.layer());
+                abort_cluster(sh);
+                raise(s.stop, static_cast<uint32_t>(kAbort));  // watch() tells the others
+            }
+        }
         uint32_t got = 0;  // 0 none: stop, 1 of the known stage, 2 of any
         if (lane == 0 && ok) {
             got = claim_again(s, claimer, m.tile) ? 1 : claim_any(sh, p, m.tile) ? 2 : 0;
@@ -116,8 +147,8 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
             locate_tile(sh.known, sh.known.wide, down ? kDown : kGateUp, m.tile.ticket, m);
         }
         if (lane < kCluster) {
-            sh.ring_full[at.slot].arrive_expect_at(sizeof(TileMessage), lane);
-            const uint32_t dst = peer_addr(smem_addr(&sh.ring[at.slot]), lane), bar = peer_addr(smem_addr(&sh.ring_full[at.slot]), lane);
+            sh.ring_full[at.slot()].arrive_expect_at(sizeof(TileMessage), lane);
+            const uint32_t dst = peer_addr(smem_addr(&sh.ring[at.slot()]), lane), bar = peer_addr(smem_addr(&sh.ring_full[at.slot()]), lane);
             const uint4* v = reinterpret_cast<const uint4*>(&m);
             store_async(dst, bar, v[0]);
             store_async(dst + 16, bar, v[1]);
@@ -134,18 +165,19 @@ __device__ __forceinline__ void produce(SharedMemory& sh, const Launch& p, uint3
     PipelineState pipe;
     for (RingPosition at;; at.advance()) {
         const TileMessage m = take(sh, at);
-        if (lane == 0) sh.ring_empty[at.slot].arrive_at(0);
+        if (lane == 0) sh.ring_empty[at.slot()].arrive_at(0);
         if (m.tile.stage == kStop) break;
         if (is_gemm(m.tile.stage)) {
             const uint32_t blocks = gemm_k_blocks(m.tile.stage == kStageDown ? kDown : kGateUp);
             const uint32_t mark = blocks > kClaimAhead ? blocks - kClaimAhead : 0;
-            load_tile(sh.gemm, pipe, m, at.slot, rank, p.templates[m.operation()], p.layers[m.layer()], &sh.deadline, [&](uint32_t k) {
+            load_tile(sh.gemm, pipe, m, at.slot(), rank, p.templates[m.operation()], p.layers[m.layer()], &sh.deadline, [&](uint32_t k) {
                 if (k == mark && rank == 0 && lane == 0) sh.claim_next.arrive();
             });
         } else if constexpr (kFp8) {
-            sh.gemm.scales_full[at.slot].arrive();
+            sh.gemm.scales_full[at.slot()].arrive();
         }
     }
+    if (lane == 0) *static_cast<volatile uint32_t*>(&sh.ended) = 1;
     for (uint32_t i = 0; i < kStages; ++i, pipe.advance()) sh.gemm.empty[pipe.stage].wait(pipe.parity ^ 1, &sh.deadline);
 }
 
@@ -154,9 +186,9 @@ __device__ __forceinline__ void complete(SharedMemory& sh, const Launch& p, uint
     State& s = *p.state;
     uint32_t traced = 0;
     for (RingPosition at;; at.advance()) {
-        const bool ok = sh.ring_full[at.slot].wait_cluster(at.parity, &sh.deadline);
-        const TileMessage m = sh.ring[at.slot];
-        sh.ring_empty[at.slot].arrive_at(0);
+        const bool ok = sh.ring_full[at.slot()].wait_cluster(at.parity(), &sh.deadline);
+        const TileMessage m = sh.ring[at.slot()];
+        sh.ring_empty[at.slot()].arrive_at(0);
         if (!ok || m.tile.stage == kStop) break;
         const bool gemm = is_gemm(m.tile.stage);
         bool done = true;
@@ -164,7 +196,7 @@ __device__ __forceinline__ void complete(SharedMemory& sh, const Launch& p, uint
             done &= sh.output_full[group].wait(at.count & 1, &sh.deadline);
             if (gemm && done) store_output(sh.gemm, m, group, p.templates[m.operation()]);
         }
-        const uint64_t began = sh.began[at.slot];
+        const uint64_t began = sh.began[at.slot()];
         if (gemm) {
             asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
         }
@@ -198,16 +230,18 @@ __device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint3
     const uint32_t lane = threadIdx.x % 32, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     PipelineState pipe;
     for (RingPosition at;; at.advance()) {
-        const TileMessage m = take(sh, at);
-        if (m.tile.stage == kStop) break;
-        if (threadIdx.x == 0) sh.began[at.slot] = global_ns();
+        // Read in place: the slot is this tile's until its warps have arrived at ring_empty.
+        const bool ok = sh.ring_full[at.slot()].wait_cluster(at.parity(), &sh.deadline);
+        const TileMessage& m = sh.ring[at.slot()];
+        if (!__all_sync(~0u, ok) || m.tile.stage == kStop) break;
+        if (threadIdx.x == 0) sh.began[at.slot()] = global_ns();
         auto output_free = [&] { sh.output_empty[group].wait((at.count & 1) ^ 1, &sh.deadline); };
         auto claim_next = [&] {
             if (rank == 0 && threadIdx.x == 0) sh.claim_next.arrive();
         };
         if (is_gemm(m.tile.stage)) {
-            if constexpr (kFp8) sh.gemm.scales_full[at.slot].wait(at.parity, &sh.deadline);
-            multiply_tile(sh.gemm, pipe, m, at.slot, &sh.deadline, output_free);
+            if constexpr (kFp8) sh.gemm.scales_full[at.slot()].wait(at.parity(), &sh.deadline);
+            multiply_tile(sh.gemm, pipe, m, at.slot(), &sh.deadline, output_free);
         } else {
             const Template& op = p.templates[m.operation()];
             output_free();
@@ -227,55 +261,55 @@ __device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint3
         }
         __syncwarp();
         sh.output_full[group].arrive();
-        if (lane == 0) sh.ring_empty[at.slot].arrive_at(0);
+        if (lane == 0) sh.ring_empty[at.slot()].arrive_at(0);
     }
 }
 
-// One warp: a check epoch, its words written by all lanes.
-__device__ __forceinline__ void announce_all(State& s, uint64_t now) {
-    const uint32_t lane = threadIdx.x % 32;
-    Epoch e{};
-    if (lane == 0) e = draw_epoch(s, now);
-    e = {__shfl_sync(~0u, e.number, 0), __shfl_sync(~0u, e.stop, 0), __shfl_sync(~0u, e.decode_workers, 0)};
-    announce(s, e, lane, 32);
-    __syncwarp();
-}
-
-// Warp 11 of CTA 0.
+// Warp 11 of CTA 0: the controller.
 __device__ __forceinline__ void control(SharedMemory& sh, const Launch& p, uint64_t start_ns) {
     const uint32_t lane = threadIdx.x % 32;
     State& s = *p.state;
-    uint32_t next = 0, stop = 0;
-    while (stop == kRun) {
-        const uint64_t now = global_ns();
-        if (lane == 0) {
-            *static_cast<volatile uint64_t*>(p.heartbeat) = now;
-            stop = *static_cast<const volatile uint32_t*>(p.stop);
-            if (now >= *static_cast<volatile uint64_t*>(&sh.deadline)) {
-                report(p, 1, 0, Tile{}, 0);
-                stop = kAbort;
-            }
-        }
-        stop = __shfl_sync(~0u, stop, 0);
-        if (stop == kRun && next == p.n_arrivals) stop = kDrain;
-        if (stop != kRun) break;
+    for (uint32_t next = 0; next < p.n_arrivals;) {
         const Arrival& arrival = p.arrivals[next];
-        if (now < start_ns + arrival.at_ns) continue;
+        const uint64_t due = start_ns + arrival.at_ns;
+        uint64_t now = global_ns();
+        Operation& op = sh.arriving;  // read before it is due
+        const auto* from = reinterpret_cast<const uint32_t*>(&arrival.op);
+        if (lane < sizeof(Operation) / 4) reinterpret_cast<uint32_t*>(&op)[lane] = from[lane];
+        __syncwarp();
+        while (now < due && load_relaxed(s.stop) == kRun) now = global_ns();
+        if (load_relaxed(s.stop) != kRun) return;
         uint32_t queued = 0;
         if (lane == 0) {
-            if (p.times) p.times[arrival.op.user >> 16].submitted = now;
-            queued = enqueue(s, arrival.phase, arrival.op, ~0ull) == Submit::kQueued;
+            if (p.times) p.times[op.user >> 16].submitted = now;
+            queued = enqueue(s, arrival.phase, op, ~0ull) == Submit::kQueued;
         }
         queued = __shfl_sync(~0u, queued, 0);
         if (!queued) continue;  // its source has two operations in flight
         ++next;
         if (arrival.phase == kDecode) announce_all(s, now);
         if (lane == 0) wake(s);
+        __syncwarp();
     }
-    if (lane == 0) raise(s.stop, stop);
-    __syncwarp();
-    announce_all(s, global_ns());
-    if (lane == 0) wake(s);
+    stop_workers(s, kDrain);
+}
+
+// Warp 11 of CTA 1: the words the host shares, which take microseconds to read, and the time limit.
+__device__ __forceinline__ void watch(SharedMemory& sh, const Launch& p) {
+    State& s = *p.state;
+    uint32_t told = kRun;
+    while (*static_cast<volatile uint32_t*>(&sh.ended) == 0) {
+        const uint64_t now = global_ns();
+        *static_cast<volatile uint64_t*>(p.heartbeat) = now;
+        uint32_t stop = *static_cast<const volatile uint32_t*>(p.stop);
+        if (load_relaxed(s.stop) == kAbort) stop = kAbort;
+        if (now >= *static_cast<volatile uint64_t*>(&sh.deadline)) {
+            if (threadIdx.x % 32 == 0) report(p, 1, 0, Tile{}, 0);
+            stop = kAbort;
+        }
+        if (stop > told) stop_workers(s, told = stop);
+        __nanosleep(2000);
+    }
 }
 
 }  // namespace expertplex::apk
@@ -308,7 +342,7 @@ extern "C" __global__ void __cluster_dims__(apk::kCluster, 1, 1) __launch_bounds
             sh.output_empty[i].init(1);
         }
         sh.claim_next.init(1);
-        sh.peer_finished = 0;
+        sh.peer_finished = sh.ended = 0;
         sh.deadline = start_ns + p.max_ns;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async_shared();
@@ -321,6 +355,7 @@ extern "C" __global__ void __cluster_dims__(apk::kCluster, 1, 1) __launch_bounds
         else if (warp == 9 && rank == 0) schedule(sh, p, cluster);
         else if (warp == 10 && lane == 0) complete(sh, p, rank, cluster);
         else if (warp == 11 && blockIdx.x == 0) control(sh, p, start_ns);
+        else if (warp == 11 && blockIdx.x == 1) watch(sh, p);
         __syncwarp();
     } else {
         cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();

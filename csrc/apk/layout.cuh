@@ -17,7 +17,7 @@ enum Shape : uint32_t {
     kPairRows = 0,   // 128x192 per CTA, row blocks differ, weights multicast
     kPairCols = 1,   // 128x192 per CTA, column blocks differ
     kStackRows = 2,  // 128x128 per CTA, column blocks differ
-    kStackCols = 3,  // 64x256 per CTA, column blocks differ
+    kStackCols = 3,  // 64 x 2 kDecodeN per CTA, column blocks differ
 };
 
 // Where each expert's rows and tiles are; written by the last kCount tile of an operation.

@@ -21,7 +21,7 @@ __host__ __device__ constexpr uint32_t expert_tiles(uint32_t rows, uint32_t n, b
         const uint32_t blocks = ceil_div(rows, 128), cols = ceil_div(n, kWideN);
         return blocks / 2 * cols + blocks % 2 * ceil_div(cols, 2);
     }
-    return rows <= 64 ? (rows ? ceil_div(n, 4 * kNarrowN) : 0) : ceil_div(rows, 128) * ceil_div(n, 2 * kNarrowN);
+    return rows <= 64 ? (rows ? ceil_div(n, 4 * kDecodeN) : 0) : ceil_div(rows, 128) * ceil_div(n, 2 * kNarrowN);
 }
 
 // Inclusive sums over the experts, one per math thread.

@@ -36,13 +36,13 @@ def max_rows(shape: KernelShape, tokens: int) -> int:
     return _ceil(pairs + min(shape.experts, pairs) * (ROW_ALIGNMENT - 1), 128) * 128
 
 
-def expert_tiles(rows: int, n: int, wide: bool) -> int:
+def expert_tiles(rows: int, n: int, wide: bool, decode_n: int = 64) -> int:
     """Cluster tiles of one expert; the kernel's `expert_tiles`."""
     if wide:
         blocks, columns = _ceil(rows, 128), _ceil(n, 192)
         return blocks // 2 * columns + blocks % 2 * _ceil(columns, 2)
     if rows <= 64:
-        return _ceil(n, 512) if rows else 0
+        return _ceil(n, 4 * decode_n) if rows else 0
     return _ceil(rows, 128) * _ceil(n, 256)
 
 
@@ -150,7 +150,7 @@ class OperationTemplate:
         for n in (2 * self.shape.intermediate, self.shape.hidden):
             sums = [0]
             for r in rows:
-                sums.append(sums[-1] + expert_tiles(r, n, self.wide))
+                sums.append(sums[-1] + expert_tiles(r, n, self.wide, self.shape.decode_n))
             prefix.append(sums)
         flat = [0] * (e + 1) + list(rows) + list(row0)[: e + 1] + prefix[0] + prefix[1]
         self.groups.copy_(torch.tensor(flat, dtype=torch.int32))

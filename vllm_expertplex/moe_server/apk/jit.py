@@ -34,8 +34,9 @@ class KernelShape(msgspec.Struct, frozen=True):
     top_k: int  # 1-16
     bf16: bool = False  # bf16 weights and activations instead of block-scaled FP8
     multicast: int = 2  # weights in a cluster: 0 each CTA loads all, 1 rank 0 sends, 2 each sends half
-    claim_ahead: int = 4  # K blocks still to load when the next tile is claimed
+    claim_ahead: int = 6  # K blocks still to load when the next tile is claimed
     raster: int = 8  # row-block pairs walked before the next column block
+    decode_n: int = 64  # columns per warpgroup where an expert has at most 64 rows: 64 or 128
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -51,7 +52,7 @@ class KernelShape(msgspec.Struct, frozen=True):
         values = {
             "HIDDEN": self.hidden, "INTERMEDIATE": self.intermediate, "EXPERTS": self.experts,
             "TOP_K": self.top_k, "MULTICAST": self.multicast, "CLAIM_AHEAD": self.claim_ahead,
-            "RASTER": self.raster,
+            "RASTER": self.raster, "DECODE_N": self.decode_n,
         }  # fmt: skip
         return [f"-DAPK_{k}={v}" for k, v in values.items()] + (["-DAPK_BF16"] if self.bf16 else [])
 
