@@ -1,7 +1,7 @@
 """The whole parity matrix: `python -m tests.e2e.parity.matrix`.
 
 For each model and dtype plain vLLM answers once, then every layout answers the same requests. The
-results are added to `.parity/results.json`, so a matrix can be run in pieces, and `docs/parity.md`
+results are added to `build/parity/results.json`, so a matrix can be run in pieces, and `docs/parity.md`
 is written from all of them.
 """
 
@@ -21,7 +21,7 @@ from . import report
 from .suite import Answers, batch_invariant, judge, nonsense, requests, run
 
 ROOT = Path(__file__).resolve().parents[3]
-WORK = ROOT / ".parity"
+WORK = ROOT / "build" / "parity"
 LAYOUTS = ("1P1D1E", "2P1D2E", "1P2D3E")
 DTYPES = ("bfloat16", "float32")
 
@@ -85,7 +85,7 @@ def _pair(model: str, dtype: str, layouts: list[str], rows: list[report.Row]) ->
                 max_logprob_difference=max(v.max_float_difference for v in verdicts),
                 differing=[f"{v.key}: {v.differences[0]}" for v in verdicts if v.differences],
                 nonsense=nonsense(ours, requests(plain.probe, sense=model == "demo")),
-                batch_invariant=batch_invariant(plain),
+                batch_invariant=batch_invariant(plain, dtype),
                 plain_start_s=plain_start_s,
                 start_s=start_s,
             )

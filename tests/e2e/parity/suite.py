@@ -107,10 +107,10 @@ def run(
         return Answers(probe, single, {r.key: a for r, a in zip(together, answers, strict=True)})
 
 
-def batch_invariant(plain: Answers) -> bool:
+def batch_invariant(plain: Answers, dtype: str) -> bool:
     """Whether plain vLLM itself answers the same alone and among others."""
     return all(
-        not compare(plain.single[key], answer, 0.0).differences
+        not compare(plain.single[key], answer, TOLERANCE[dtype]).differences
         for key, answer in plain.together.items()
     )
 
@@ -131,7 +131,7 @@ def judge(plain: Answers, ours: Answers, dtype: str) -> list[Verdict]:
         ]
 
     tolerance = TOLERANCE[dtype]
-    together = plain.together if batch_invariant(plain) else {}
+    together = plain.together if batch_invariant(plain, dtype) else {}
     return verdicts("", ours.single, plain.single) + verdicts(TOGETHER, ours.together, together)
 
 
