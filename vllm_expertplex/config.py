@@ -12,7 +12,8 @@ import msgspec
 
 from vllm_expertplex.layout import Layout
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+# Seconds; they become 64-bit nanoseconds.
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 # Key of our settings in vLLM's `additional_config`, which reaches every process. It is hashed into
@@ -42,7 +43,7 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """A MoE server whose heartbeat is older than this counts as dead."""
     startup_timeout_s: Positive = 1800.0
     """Deadline for all servers to load their weights."""
-    kv_lease_s: Annotated[float, msgspec.Meta(ge=1)] = 30.0
+    kv_lease_s: Annotated[float, msgspec.Meta(ge=1, le=1e9)] = 30.0
     """How long a prefill server keeps KV blocks for a decode server that never asks for them."""
     trace: str | None = None
     """File for a Perfetto trace of the tile scheduler, one per MoE server."""
