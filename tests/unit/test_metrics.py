@@ -1,0 +1,28 @@
+"""The table of metrics: names that Prometheus takes, each once, each with help."""
+
+import re
+
+from vllm_expertplex import metrics
+
+ALL = [value for value in vars(metrics).values() if isinstance(value, metrics.Metric)]
+
+
+def test_there_are_metrics() -> None:
+    assert len(ALL) > 10
+
+
+def test_names_are_unique_and_well_formed() -> None:
+    names = [metric.name for metric in ALL]
+    assert len(set(names)) == len(names)
+    for metric in ALL:
+        assert re.fullmatch(r"expertplex:[a-z][a-z_]*", metric.name)
+        # The client library appends it to counters; twice would be wrong.
+        assert not metric.name.endswith("_total")
+        assert metric.kind in ("gauge", "counter")
+        assert metric.help.endswith(".")
+
+
+def test_metrics_of_servers_carry_role_and_rank() -> None:
+    for metric in ALL:
+        if metric not in (metrics.REQUESTS, metrics.RELEASED):
+            assert metric.labels[:2] == ("role", "rank")
