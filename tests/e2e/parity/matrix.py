@@ -1,7 +1,7 @@
 """The whole parity matrix: `python -m tests.e2e.parity.matrix`.
 
 For each model and dtype plain vLLM answers once, then every layout answers the same requests. The
-results are added to `build/parity/results.json`, so a matrix can be run in pieces, and `docs/parity.md`
+results are added to `build/parity/results.json`, so it can be run in pieces, and `docs/parity.md`
 is written from all of them.
 """
 
