@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="alike: every node holds the same mix (auto: up to 8 whole nodes); free: any split",
     )
     parser.add_argument("--layout", help="take this layout, e.g. 1P3D4E, and plan the rest")
+    parser.add_argument(
+        "--one",
+        action="store_true",
+        help="one deployment, even where several smaller ones of whole nodes would serve more",
+    )
     parser.add_argument("--exhaustive", action="store_true", help="Algorithm 1 as written; slower")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan for `vllm serve`")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
@@ -53,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 1 with a reason on stderr when no layout serves the load."""
     try:
         setting = setting_from(args)
-        plan = find_plan(setting, args.gpus, args.placement, args.exhaustive, args.layout)
+        plan = find_plan(
+            setting, args.gpus, args.placement, args.exhaustive, args.layout, not args.one
+        )
     except ValueError as error:
         print(f"vllm-expertplex plan: {error}", file=sys.stderr)
         return 1
@@ -69,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         from vllm_expertplex.simulator.compare import compare
 
-        compare(setting, args.gpus, plan, console)
+        compare(setting, plan.gpus, plan, console)
     return 0
 
 
@@ -79,8 +86,12 @@ def find_plan(
     placement: str = "auto",
     exhaustive: bool = False,
     layout: str | None = None,
+    split: bool = False,
 ) -> Plan:
-    """Search and explain. Raises `Infeasible` (a ValueError) when nothing serves the load."""
+    """Search and explain. Raises `Infeasible` (a ValueError) when nothing serves the load.
+
+    split: also consider several equal deployments of whole nodes in place of one.
+    """
     problem, space = setting.problem(gpus), setting.space(gpus, placement)
     if layout:
         given = Layout.parse(layout)
@@ -94,10 +105,26 @@ def find_plan(
             )
         return make_plan(setting, gpus, placement, fixed)
     finder = search_exhaustive if exhaustive else search
-    best: Candidate | None
+    best: Candidate | None = None
+    copies = 1
+    sizes = _divisions(gpus, setting.gpu.gpus_per_node) if split else [1]
     with Progress(transient=True, disable=gpus < 64, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"searching {gpus} GPUs", total=1.0)
-        best = finder(problem, space, lambda done: bar.update(task, completed=done))
+        task = bar.add_task("", total=float(len(sizes)))
+        for done, parts in enumerate(sizes, start=1):
+            size = gpus // parts
+            bar.update(task, description=f"searching {parts} x {size} GPUs")
+            problem, space = setting.problem(size), setting.space(size, placement)
+            found = finder(problem, space)
+            bar.update(task, completed=done)
+            if found and (best is None or found.goodput * parts > best.goodput * copies * 1.001):
+                best, copies = found, parts
     if best is None:
         raise explain(setting, gpus, placement)
-    return make_plan(setting, gpus, placement, best)
+    return make_plan(setting, gpus // copies, placement, best, copies)
+
+
+def _divisions(gpus: int, node: int) -> list[int]:
+    """Numbers of equal deployments of whole nodes that the GPUs can be divided into."""
+    if gpus % node:
+        return [1]
+    return [k for k in range(1, gpus // node + 1) if gpus % (k * node) == 0]

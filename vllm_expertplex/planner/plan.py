@@ -46,14 +46,16 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What `vllm-expertplex plan` writes and `vllm serve --expertplex-plan` reads.
 
-    decode_sms: SM budget q of decode on every MoE GPU under contention. goodput: requests/s of the
-    whole deployment, predicted by the latency model and not measured.
+    decode_sms: SM budget q of decode on every MoE GPU under contention. copies: equal deployments
+    to run side by side; everything else describes one of them. goodput: requests/s of one,
+    predicted by the latency model and not measured.
     """
 
     version: int = VERSION
     model: str
     gpu: str
     gpus: int
+    copies: int
     workload: str
     ttft: float
     tpot: float
@@ -96,7 +98,9 @@ def write_plan(plan: Plan, path: str) -> None:
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
 
 
-def make_plan(setting: Setting, gpus: int, placement: str, best: Candidate) -> Plan:
+def make_plan(
+    setting: Setting, gpus: int, placement: str, best: Candidate, copies: int = 1
+) -> Plan:
     """Turn the search's answer into a plan with its reasons."""
     problem = setting.problem(gpus)
     a = setting.assumptions
@@ -108,6 +112,7 @@ def make_plan(setting: Setting, gpus: int, placement: str, best: Candidate) -> P
         model=setting.model.name,
         gpu=setting.gpu.name,
         gpus=gpus,
+        copies=copies,
         workload=setting.workload.name,
         ttft=setting.targets.ttft,
         tpot=setting.targets.tpot,

@@ -11,6 +11,11 @@ MS = 1e3
 
 def print_plan(plan: Plan, console: Console, assumptions: bool = True) -> None:
     """Answer first, then why, memory, alternatives, and what it all rests on."""
+    if plan.copies > 1:
+        console.print(
+            f"[bold]{plan.copies} deployments[/] of {plan.gpus} GPUs each, together "
+            f"[bold]{plan.copies * plan.goodput:.3g} requests/s[/]; one of them:"
+        )
     console.print(
         f"[bold]{plan.layout}[/]  for {plan.model} on {plan.gpus} x {plan.gpu}, load "
         f"{plan.workload}, TTFT {plan.ttft:g} s, TPOT {plan.tpot:g} s"
