@@ -14,6 +14,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_expertplex.client.liveness import silence
 from vllm_expertplex.client.requests import Abort, Action, RequestTable
 from vllm_expertplex.client.router import NoServerLeft
 from vllm_expertplex.serve.deployment import Deployment
@@ -159,6 +160,7 @@ class ExpertPlexClient(EngineCoreClient):
         self._pumping = True
         for index, engine in self._engines.items():
             self._spawn(self._pump(index, engine))
+            self._spawn(self._watch(index, engine))
         loop = asyncio.get_running_loop()
 
         def failed() -> None:
@@ -174,6 +176,20 @@ class ExpertPlexClient(EngineCoreClient):
             except Exception as error:
                 self._queue.put_nowait((index, error))
                 return
+
+    async def _watch(self, index: int, engine: Any) -> None:
+        """A server that lives without progress is lost like one that died."""
+        deployment, config = self.deployment, self.deployment.config
+        name = deployment.layout.attention_servers[index].name
+        slot = deployment.slots[name, deployment.layout.moe_servers[0].name]
+        # It may wait that long for a MoE server, whose fault that is then.
+        patience_s = config.moe_timeout_s + config.heartbeat_timeout_s
+        try:
+            await silence(engine, lambda: slot.counters()["operations"], patience_s)
+        except EngineDeadError:
+            return  # its pump reports the loss
+        self._queue.put_nowait((index, TimeoutError(f"no progress for {patience_s:g} s")))
+        deployment.kill(name)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

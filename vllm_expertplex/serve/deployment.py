@@ -192,6 +192,10 @@ class Deployment:
         """Which MoE server is lost, and why; or None."""
         return self._failure
 
+    def kill(self, name: str) -> None:
+        """End a server that does not react any more."""
+        kill_all([self.records[name].pid])
+
     def mark_lost(self, name: str) -> None:
         """Remember that an attention server is gone."""
         self.lost.add(name)
