@@ -4,6 +4,7 @@ Owns: the command from parsed arguments to exit code. Must not know: requests, t
 """
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -39,6 +40,10 @@ def serve(args: argparse.Namespace) -> None:
             raise SystemExit(130) from None
         except DeploymentError as error:
             _end(str(error))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            _end(f"port {args.port} is in use; choose another with --port")
         if reason := status.failure():
             _end(reason)
 

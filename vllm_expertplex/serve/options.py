@@ -6,6 +6,7 @@ Owns: parsing, defaults, refusals by name before anything starts. Must not know:
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, load_config
@@ -174,12 +175,23 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
     for name, value in _ENVIRONMENT.items():
         if os.environ.get(name) == value:
             _error(f"{name}={value} is not supported with --executor expertplex; unset it")
+    _check_checkpoint(getattr(args, "model_tag", None) or args.model)
     try:
         return load_config(
             args.expertplex_config, layout=args.expertplex_layout, trace=args.expertplex_trace
         )
     except ValueError as error:
         _error(str(error))
+
+
+def _check_checkpoint(model: str) -> None:
+    """Say of a path that it is no checkpoint before vLLM takes it for a name on a model hub."""
+    if not model.startswith(("/", "./", "../", "~")):
+        return
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        found = "has no config.json" if folder.is_dir() else "is no directory"
+        _error(f"model {model}: {found}; give the directory of a checkpoint or its name on a hub")
 
 
 def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
