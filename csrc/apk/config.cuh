@@ -27,7 +27,7 @@ constexpr uint32_t kBlockK = 128 / kElementBytes;
 
 constexpr uint32_t kCluster = 2;
 constexpr uint32_t kMathThreads = 256, kThreads = 384;
-constexpr uint32_t kProducerRegisters = 56, kMathRegisters = 224;
+constexpr uint32_t kProducerRegisters = 40, kMathRegisters = 232;
 
 // A stage holds 128x128 B of activations and 192x128 B of weights (prefill), or 64x128 B and up to
 // 256x128 B (decode).

@@ -20,7 +20,7 @@ struct alignas(1024) GemmMemory {
     uint8_t output[2][kOutputBytes];              // per warpgroup; also scratch of the row stages
     uint8_t stage[kStages][kStageBytes];
     float row_scales[kStages][kStageRowsA];
-    float weight_scales[2][2 * kMaxKBlocks];      // per slot of the tile ring, two rows of K/128 scales
+    float weight_scales[2][2 * kMaxKBlocks];      // per slot of the tile ring: K/128 pairs, of two rows of scales
     Barrier full[kStages], empty[kStages];
     Barrier scales_full[2];
 };
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe, 
                                           uint32_t rank, const Template& op, const Layer& layer, const uint64_t* deadline,
                                           OnBlock on_block) {
     const uint32_t gemm = m.tile.stage == kStageDown ? kDown : kGateUp;
-    const uint32_t n = gemm_n(gemm), k_blocks = gemm_k_blocks(gemm), shape = m.shape(), lane = threadIdx.x % 32;
+    const uint32_t n = gemm_n(gemm), k_blocks = gemm_k_blocks(gemm), shape = m.shape(), lane = thread_index() % 32;
     fence_async_global();  // rows written by ordinary stores are read by TMA from here on
 
     const bool tall = shape != kStackCols, wide = shape <= kPairCols;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe, 
             const float* row1 = scales + min(first + 1, blocks - 1) * k_blocks;
             float* dst = mem.weight_scales[ring_slot];
             for (uint32_t i = lane; i < 2 * k_blocks; i += 32) {
-                const float* src = i < k_blocks ? row0 + i : row1 + (i - k_blocks);
+                const float* src = (i % 2 ? row1 : row0) + i / 2;
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_addr(dst + i)), "l"(src) : "memory");
             }
             mem.scales_full[ring_slot].arrive_after_copies();
@@ -104,13 +104,14 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe, 
     }
 }
 
-// One warpgroup's 64 x kN product; every thread ends with kN/2 fp32 sums in the WGMMA register layout.
-template <uint32_t kN>
-__device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, float (&sum)[kN / 2], uint32_t k_blocks,
-                                         uint32_t a_offset, uint32_t b_offset, uint32_t scale_row, const float* sfb0,
-                                         const float* sfb1, bool middle_first, const uint64_t* deadline) {
+// One warpgroup's 64 x kN product. `sfb`: pairs of weight scales, one pair per K block; tiles wider than 128 columns use
+// both, the middle 64 columns the first if `middle_first`. Every thread ends with kN/2 fp32 sums in the WGMMA register layout.
+template <uint32_t kN, uint32_t kBlocks>
+__device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, float (&sum)[kN / 2],
+                                         uint32_t a_offset, uint32_t b_offset, uint32_t scale_row, const float* sfb,
+                                         bool middle_first, const uint64_t* deadline) {
     using namespace deep_gemm;
-    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t lane = thread_index() % 32;
     auto base = mma::sm90::make_smem_desc(mem.stage[0], 1);
     const uint32_t low = __shfl_sync(~0u, base.reg32_[0], 0);
     auto a = base, b = base;
@@ -138,26 +139,29 @@ __device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, f
     };
     if constexpr (kFp8) {
         float acc[kN / 2];
-#pragma unroll 4
-        for (uint32_t k = 0; k < k_blocks; ++k, pipe.advance()) {
-            const float b0 = sfb0[k], b1 = kN > 128 ? sfb1[k] : b0;
+#pragma unroll 2  // more, and 64x192 sums no longer fit the registers for every shape
+        for (uint32_t k = 0; k < kBlocks; ++k, pipe.advance()) {
+            const float2 b = kN > 128 ? *reinterpret_cast<const float2*>(sfb + 2 * k) : float2{sfb[2 * k], 0.0f};
             mem.full[pipe.stage].wait(pipe.parity, deadline);
             const float a0 = mem.row_scales[pipe.stage][scale_row], a1 = mem.row_scales[pipe.stage][scale_row + 8];
             product(acc, false);
-            const float s0[3] = {a0 * b0, middle_first ? a0 * b0 : a0 * b1, a0 * b1};
-            const float s1[3] = {a1 * b0, middle_first ? a1 * b0 : a1 * b1, a1 * b1};
 #pragma unroll
-            for (uint32_t i = 0; i < kN / 8; ++i) {
-                const uint32_t third = kN > 128 ? i / 8 : 0;
-                sum[4 * i] += s0[third] * acc[4 * i];
-                sum[4 * i + 1] += s0[third] * acc[4 * i + 1];
-                sum[4 * i + 2] += s1[third] * acc[4 * i + 2];
-                sum[4 * i + 3] += s1[third] * acc[4 * i + 3];
+            for (uint32_t third = 0; third < (kN > 128 ? 3 : 1); ++third) {
+                const float scale = third == 0 ? b.x : third == 2 ? b.y : middle_first ? b.x : b.y;
+                const float s0 = a0 * scale, s1 = a1 * scale;
+#pragma unroll
+                for (uint32_t j = 0; j < (kN > 128 ? 8 : kN / 8); ++j) {
+                    const uint32_t i = 4 * (third * 8 + j);
+                    sum[i] += s0 * acc[i];
+                    sum[i + 1] += s0 * acc[i + 1];
+                    sum[i + 2] += s1 * acc[i + 2];
+                    sum[i + 3] += s1 * acc[i + 3];
+                }
             }
         }
     } else {
 #pragma unroll 2
-        for (uint32_t k = 0; k < k_blocks; ++k, pipe.advance()) {
+        for (uint32_t k = 0; k < kBlocks; ++k, pipe.advance()) {
             mem.full[pipe.stage].wait(pipe.parity, deadline);
             product(sum, k != 0);
         }
@@ -168,14 +172,14 @@ __device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, f
 __device__ __forceinline__ void skip(GemmMemory& mem, PipelineState& pipe, uint32_t k_blocks, const uint64_t* deadline) {
     for (uint32_t k = 0; k < k_blocks; ++k, pipe.advance()) {
         mem.full[pipe.stage].wait(pipe.parity, deadline);
-        if (threadIdx.x % 32 < kCluster) mem.empty[pipe.stage].arrive_at(threadIdx.x % 32);
+        if (thread_index() % 32 < kCluster) mem.empty[pipe.stage].arrive_at(thread_index() % 32);
     }
 }
 
 // bf16 into 64x64 boxes of 128-byte swizzled rows, as the output's TMA descriptor expects them.
 template <uint32_t kN>
 __device__ __forceinline__ void write_output(uint8_t* output, const float (&sum)[kN / 2]) {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const uint32_t lane = thread_index() % 32, warp = thread_index() / 32 % 4;
     const uint32_t row = lane % 8 + lane / 8 % 2 * 8;
     auto pack = [](float x, float y) {
         const __nv_bfloat162 v = __float22bfloat162_rn({x, y});
@@ -194,34 +198,31 @@ __device__ __forceinline__ void write_output(uint8_t* output, const float (&sum)
 
 // The math warps' part of a GEMM tile, up to and including its output in shared memory. `before_output` waits until
 // the output buffer of this warpgroup is free.
-template <class BeforeOutput>
-__device__ __forceinline__ void multiply_tile(GemmMemory& mem, PipelineState& pipe, const TileMessage& m, uint32_t ring_slot,
+template <uint32_t kGemm, class BeforeOutput>
+__device__ __forceinline__ void multiply_tile(GemmMemory& mem, PipelineState& pipe, const TileMessage& m, const float* sfb,
                                               const uint64_t* deadline, BeforeOutput before_output) {
-    const uint32_t gemm = m.tile.stage == kStageDown ? kDown : kGateUp;
-    const uint32_t k_blocks = gemm_k_blocks(gemm), shape = m.shape();
-    const uint32_t group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const uint32_t scale_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const float* sfb = mem.weight_scales[ring_slot];
+    constexpr uint32_t kBlocks = gemm_k_blocks(kGemm);
+    const uint32_t shape = m.shape(), group = __shfl_sync(~0u, thread_index() / 128, 0);
+    const uint32_t scale_row = thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4;
     const bool cols = shape == kStackCols;
-    const bool mine = cols ? m.rows() != 0 && m.col + group * kDecodeN < gemm_n(gemm) : m.rows() > group * 64;
+    const bool mine = cols ? m.rows() != 0 && m.col + group * kDecodeN < gemm_n(kGemm) : m.rows() > group * 64;
     if (!mine) {
-        skip(mem, pipe, k_blocks, deadline);
+        skip(mem, pipe, kBlocks, deadline);
         before_output();
     } else if (shape <= kPairCols) {
         float sum[kWideN / 2];
-        multiply<kWideN>(mem, pipe, sum, k_blocks, group * 8192, 16384, group * 64 + scale_row, sfb, sfb + k_blocks,
-                         m.col % 128 == 0, deadline);
+        multiply<kWideN, kBlocks>(mem, pipe, sum, group * 8192, 16384, group * 64 + scale_row, sfb, m.col % 128 == 0, deadline);
         before_output();
         write_output<kWideN>(mem.output[group], sum);
     } else if (cols) {
         float sum[kDecodeN / 2];
-        const float* scales = kDecodeN == 128 && group ? sfb + k_blocks : sfb;
-        multiply<kDecodeN>(mem, pipe, sum, k_blocks, 0, 8192 + group * kDecodeN * 128, scale_row, scales, scales, true, deadline);
+        const float* scales = kDecodeN == 128 && group ? sfb + 1 : sfb;
+        multiply<kDecodeN, kBlocks>(mem, pipe, sum, 0, 8192 + group * kDecodeN * 128, scale_row, scales, true, deadline);
         before_output();
         write_output<kDecodeN>(mem.output[group], sum);
     } else {
         float sum[kNarrowN / 2];
-        multiply<kNarrowN>(mem, pipe, sum, k_blocks, group * 8192, 16384, group * 64 + scale_row, sfb, sfb, true, deadline);
+        multiply<kNarrowN, kBlocks>(mem, pipe, sum, group * 8192, 16384, group * 64 + scale_row, sfb, true, deadline);
         before_output();
         write_output<kNarrowN>(mem.output[group], sum);
     }

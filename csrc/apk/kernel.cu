@@ -241,7 +241,11 @@ __device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint3
         };
         if (is_gemm(m.tile.stage)) {
             if constexpr (kFp8) sh.gemm.scales_full[at.slot()].wait(at.parity(), &sh.deadline);
-            multiply_tile(sh.gemm, pipe, m, at.slot(), &sh.deadline, output_free);
+            const float* scales = sh.gemm.weight_scales[at.slot()];
+            if (m.tile.stage == kStageGateUp)
+                multiply_tile<kGateUp>(sh.gemm, pipe, m, scales, &sh.deadline, output_free);
+            else
+                multiply_tile<kDown>(sh.gemm, pipe, m, scales, &sh.deadline, output_free);
         } else {
             const Template& op = p.templates[m.operation()];
             output_free();

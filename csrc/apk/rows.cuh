@@ -26,7 +26,7 @@ __host__ __device__ constexpr uint32_t expert_tiles(uint32_t rows, uint32_t n, b
 
 // Inclusive sums over the experts, one per math thread.
 __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* scratch) {
-    const uint32_t t = threadIdx.x;
+    const uint32_t t = thread_index();
     for (uint32_t step = 1; step < kMathThreads; step *= 2) {
         scratch[t] = value;
         sync_threads<kMathThreads>(1);
@@ -37,8 +37,8 @@ __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* scratch) {
 }
 
 // Scatter, stage 1: each pair's place among its expert's rows; the last CTA to finish lays out rows and tiles.
-__device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const Template& op, uint32_t rank, uint32_t* scratch) {
-    const uint32_t t = threadIdx.x, pairs = op.n_tokens * kTopK;
+__device__ __noinline__ void count_tile(State& s, const TileMessage& m, const Template& op, uint32_t rank, uint32_t* scratch) {
+    const uint32_t t = thread_index(), pairs = op.n_tokens * kTopK;
     uint32_t *seen = scratch, *base = scratch + kExperts, *sums = scratch + 2 * kExperts, *flag = sums + kMathThreads;
     Epoch* epoch = reinterpret_cast<Epoch*>(flag + 2 + kExperts % 2);
     for (uint32_t e = t; e < kExperts; e += kMathThreads) seen[e] = 0;
@@ -103,15 +103,15 @@ __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const
 
 // Pairs [first, last) of this warp in a tile whose warps take `each` pairs.
 __device__ __forceinline__ void warp_range(uint32_t ticket, uint32_t rank, uint32_t each, uint32_t total, uint32_t& first, uint32_t& last) {
-    first = min(total, ((ticket * kCluster + rank) * (kMathThreads / 32) + threadIdx.x / 32) * each);
+    first = min(total, ((ticket * kCluster + rank) * (kMathThreads / 32) + thread_index() / 32) * each);
     last = min(total, first + each);
 }
 
 // Scatter, stage 2: token rows and their scales into expert order. A token is read once for all its experts here.
 template <class Halfway>
-__device__ __forceinline__ void copy_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+__device__ __noinline__ void copy_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
     constexpr uint32_t kRowBytes = kHidden * kElementBytes, kChunks = kRowBytes / 16;
-    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t lane = thread_index() % 32;
     uint32_t first, last;
     warp_range(m.tile.ticket, rank, op.copy_items, op.n_tokens * kTopK, first, last);
     halfway();
@@ -156,8 +156,8 @@ __device__ __forceinline__ void copy_tile(const TileMessage& m, const Template& 
 
 // SiLU(gate) * up, then FP8 with one scale per 128 columns: half a warp per 128 columns, 8 columns a lane.
 template <class Halfway>
-__device__ __forceinline__ void activate_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
-    const uint32_t lane = threadIdx.x % 32;
+__device__ __noinline__ void activate_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+    const uint32_t lane = thread_index() % 32;
     uint32_t first, last;
     warp_range(m.tile.ticket, rank, op.act_items, op.n_tokens * kTopK, first, last);
     halfway();
@@ -209,9 +209,9 @@ __device__ __forceinline__ void activate_tile(const TileMessage& m, const Templa
 
 // Weighted sum of a token's expert rows in fp32, rounded once to bf16. A warp takes 512 columns of a token at a time.
 template <class Halfway>
-__device__ __forceinline__ void gather_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+__device__ __noinline__ void gather_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
     constexpr uint32_t kSlices = ceil_div(kHidden, kGatherColumns);
-    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t lane = thread_index() % 32;
     uint32_t first, last;
     warp_range(m.tile.ticket, rank, op.gather_items, op.n_tokens * kSlices, first, last);
     halfway();

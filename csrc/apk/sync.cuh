@@ -16,6 +16,14 @@ __device__ __forceinline__ uint64_t global_ns() {
     return t;
 }
 
+// threadIdx.x, read anew: what is computed from it is not kept in registers across the GEMM's mainloop, which has none
+// to spare.
+__device__ __forceinline__ uint32_t thread_index() {
+    uint32_t t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
+}
+
 __device__ __forceinline__ uint32_t smem_addr(const void* p) { return cute::cast_smem_ptr_to_uint(p); }
 
 __device__ __forceinline__ uint32_t peer_addr(uint32_t addr, uint32_t cta) {
