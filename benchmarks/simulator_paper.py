@@ -133,7 +133,7 @@ def fit_knobs(console: Console) -> dict[str, Knobs]:
         f"knob 4, colocated: +{colocated * 1e6:.0f} us a layer of every prefill iteration"
     )
     chunked = largest("chunked", lambda v: Knobs(v, decode), 1e-2)
-    console.print(f"knob 5, chunked: +{chunked * 1e6:.0f} us a layer of every mixed iteration")
+    console.print(f"knob 5, chunked: +{chunked * 1e6:.0f} us a layer of every mixed step")
     return {
         "expertplex": Knobs(decode_layer=decode),
         "pdd": Knobs(decode_layer=decode, kv_reserve=pdd),
@@ -157,11 +157,13 @@ def show(
             ratio = math.nan
             if ours and value is not None:
                 ratio = ours.mean / value.mean if value.mean else math.inf
+            shown = "" if mode == "expertplex" else f"{ratio:.2f}"
             said = "-" if paper is None else "fails" if paper == math.inf else f"{paper:.2f}"
+            said = "" if mode == "expertplex" else said
             table.add_row(
                 figure.name if mode == "expertplex" else "", MEANING[mode],
                 str(value) if value else "does not fit",
-                "" if mode == "expertplex" else f"{ratio:.2f}", "" if mode == "expertplex" else said,
+                shown, said,
             )  # fmt: skip
             if mode != "expertplex":
                 finite = ratio if math.isfinite(ratio) else -1.0

@@ -1,0 +1,122 @@
+"""The latency model against runs on H200s, with nothing fitted to the runs it is judged by.
+
+    python benchmarks/simulator_gpu_runs.py --json results.json
+
+Measured on one host with H200s on 2026-11-29: DeepGEMM FP8 kernels, the one-sided exchange between
+two processes, and vLLM 0.32.0 serving MiniMax-M2.7's dimensions with fewer layers on two GPUs
+(tensor-parallel attention, expert-parallel experts). The H200's GEMM and HBM efficiencies and the
+exchange floor come from the first two, so only the engine runs are predictions.
+"""
+
+import argparse
+
+import msgspec
+import numpy as np
+from _report import Row, write
+from rich.console import Console
+from rich.table import Table
+
+from vllm_expertplex.planner.assumptions import Assumptions
+from vllm_expertplex.planner.hardware import GPUS
+from vllm_expertplex.planner.kernels import DECODE, PREFILL, Roofline
+from vllm_expertplex.planner.latency import Latency
+from vllm_expertplex.planner.model_configs import load_model
+from vllm_expertplex.planner.models import ModelSpec
+from vllm_expertplex.planner.routing import MoeLoad, Routing, lognormal_popularity
+
+PLAIN = Assumptions(  # DeepGEMM, not APK; random weights route evenly; kernels alone have no host
+    apk_prefill_overhead=0.0, apk_decode_overhead=0.0, routing_sigma=0.0
+)
+
+
+def kernels(rows: list[Row]) -> None:
+    """Both grouped GEMMs of one layer, microseconds."""
+    cases = (
+        ("minimax-m2.7", PREFILL, 64, 8192, 195 + 108),
+        ("minimax-m2.7", PREFILL, 64, 32768, 487 + 264),
+        ("glm-5.1-fp8", PREFILL, 16, 8192, 324 + 170),
+        ("minimax-m2.7", DECODE, 16, 64, 53 + 36),
+        ("minimax-m2.7", DECODE, 64, 256, 167 + 90),
+        ("glm-5.1-fp8", DECODE, 16, 64, 110 + 61),
+    )
+    for name, phase, experts, routed, measured in cases:
+        model = load_model(name)
+        tile = PLAIN.contiguous_tile if phase == PREFILL else PLAIN.masked_tile
+        tiles = experts * np.ceil(routed / experts / tile)
+        load = MoeLoad(np.array([tiles]), np.array([float(experts)]), np.array([0.0]))
+        whole = Roofline(model, GPUS["h200"], PLAIN).routed_experts(phase, load, 1.0)
+        ours = float(np.squeeze(whole)) / model.moe_layers
+        what = f"kernel: {name} {phase}, {experts} experts, {routed} rows"
+        rows.append(Row(what, "us", ours * 1e6, measured, "measured", None))
+
+
+def exchange(rows: list[Row]) -> None:
+    """Dispatch and combine of one layer to one MoE server, hidden 3072, microseconds."""
+    latency = build(load_model("minimax-m2.7"))
+    for tokens, measured in ((64, 12.8 - 4.8), (256, 18.5 - 5.1), (8192, 79 + 140)):
+        count = float(tokens)
+        ours = latency.network.exchange(count, count, np.array([1.0]), np.array([1]), False)
+        what = f"exchange: {tokens} tokens, one server"
+        rows.append(Row(what, "us", float(ours[0]) * 1e6, measured, "measured", None))
+
+
+def engine(rows: list[Row]) -> None:
+    """vLLM iterations on two GPUs, milliseconds: a TP 2 attention group, experts on both."""
+    both = np.array([2])
+
+    def prefill(layers: int, count: int, length: int) -> float:
+        latency = build(shortened(layers))
+        return float(
+            np.squeeze(latency.prefill_step(count, length, count * length, both, 1.0, 2).total)
+        )
+
+    def decode(layers: int, batch: int, length: int) -> float:
+        step = build(shortened(layers)).decode_step
+        return float(np.squeeze(step(batch, length, batch, both, 1.0, 2).total))
+
+    cases = (
+        ("31 layers, prefill 16 x 1024", prefill(31, 16, 1024), 198.0),
+        ("31 layers, prefill 2 x 8192", prefill(31, 2, 8192), 195.0),
+        ("31 layers, decode batch 8", decode(31, 8, 1024), 4.9),
+        ("8 layers (Triton MoE), prefill 8 x 1024", prefill(8, 8, 1024), 74.0),
+        ("8 layers (Triton MoE), 64 x (1024 in, 64 out)",
+         prefill(8, 64, 1024) + 63 * decode(8, 64, 1056), 1990.0),
+    )  # fmt: skip
+    for name, seconds, measured in cases:
+        rows.append(Row(f"engine: {name}", "ms", seconds * 1e3, measured, "measured", None))
+
+
+def shortened(layers: int) -> ModelSpec:
+    model = load_model("minimax-m2.7")
+    attention = (msgspec.structs.replace(model.attention[0], layers=layers),)
+    return msgspec.structs.replace(model, attention=attention, moe_layers=layers)
+
+
+def build(model: ModelSpec) -> Latency:
+    routing = Routing(lognormal_popularity(model.experts, PLAIN.routing_sigma), model.top_k, "even")
+    kernels_ = Roofline(model, GPUS["h200"], PLAIN)
+    return Latency(model, GPUS["h200"], kernels_, routing, PLAIN, nodes=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    kernels(rows)
+    exchange(rows)
+    engine(rows)
+    table = Table(title="Latency model (modelled) against H200 measurements")
+    for name in ("what", "unit", "modelled", "measured", "ratio", "measurement was used"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for row in rows:
+        used = "no" if row.name.startswith("engine") else "yes, for efficiencies or floors"
+        table.add_row(
+            row.name, row.unit, f"{row.ours:.1f}", f"{row.peer:.1f}", f"{row.ratio:.2f}", used
+        )
+    Console().print(table)
+    write("simulator_gpu_runs", rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""The simulator against a running deployment: TTFT and TPOT, P50 and P90, at three rates.
+
+    vllm serve MODEL --executor expertplex --expertplex-layout 1P1D1E --port 8000 ...
+    python benchmarks/simulator_validation.py MODEL --url http://127.0.0.1:8000 --layout 1P1D1E
+
+1. Calibration, closed loop, on an idle server: lone prompts of several lengths, several decode
+   batches, and prompts beside a running decode. Iteration times are fitted to these runs.
+2. Simulation: arrivals and lengths are drawn, and simulated on those times.
+3. Judgement: the same arrivals and lengths are sent, open loop. No constant is taken from here.
+
+The rates default to 0.3, 0.6 and 0.85 of what the simulation says the deployment sustains.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from typing import NamedTuple
+
+import aiohttp
+import numpy as np
+from _report import Row, write
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from vllm_expertplex.layout import Layout
+from vllm_expertplex.planner.assumptions import Assumptions
+from vllm_expertplex.planner.cli import find_plan
+from vllm_expertplex.planner.fit import Point, fit
+from vllm_expertplex.planner.plan import Plan
+from vllm_expertplex.planner.setup import Setting, setting
+from vllm_expertplex.simulator.measured import MeasuredSteps
+from vllm_expertplex.simulator.requests import Requests, poisson
+from vllm_expertplex.simulator.runs import Case, replay
+from vllm_expertplex.simulator.steps import NOTHING
+
+WITHIN = 0.20
+TIMEOUT = aiohttp.ClientTimeout(total=600)
+
+
+class Reply(NamedTuple):
+    """Seconds after sending: first token, last token; and the gaps between stream events."""
+
+    first: float
+    last: float
+    gaps: list[float]
+
+
+class Client:
+    """Streams completions of random token ids; every request runs to its full length."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, vocab: int) -> None:
+        self.session, self.url, self.model, self.vocab = session, url.rstrip("/"), model, vocab
+        self._rng = np.random.default_rng(17)
+
+    async def complete(self, inputs: int, outputs: int) -> Reply:
+        body = {
+            "model": self.model,
+            "prompt": self._rng.integers(10, self.vocab - 10, inputs).tolist(),
+            "max_tokens": outputs,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        begin, times = time.perf_counter(), []
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{self.url}: HTTP {response.status}: {await response.text()}")
+            async for line in response.content:
+                if line.startswith(b"data:") and b"[DONE]" not in line:
+                    if "error" in (event := json.loads(line[5:])):
+                        raise RuntimeError(f"{self.url}: {event['error']}")
+                    times.append(time.perf_counter() - begin)
+        return Reply(times[0], times[-1], np.diff(times).tolist())
+
+
+class Calibration(NamedTuple):
+    steps: MeasuredSteps
+    table: list[tuple[str, float]]
+
+
+async def calibrate(client: Client, longest: int, batches: list[int], bar: Progress) -> Calibration:
+    """Measure lone prefills, decode batches, and both together; fit iteration times."""
+    lengths = [n for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n <= longest]
+    task = bar.add_task("calibrating", total=3 * len(lengths) + len(batches) * 2 + 2)
+    await client.complete(min(64, longest), 8)  # warm up
+    prefill = []
+    for length in lengths:
+        for _ in range(3):
+            prefill.append(Point(length, length, (await client.complete(length, 1)).first))
+            bar.advance(task)
+    decode = []
+    for batch in batches:
+        for length in (longest // 4, longest):
+            replies = await asyncio.gather(*(client.complete(length, 40) for _ in range(batch)))
+            # the middle of each stream, while all of them decode
+            gaps = [g for r in replies for g in r.gaps[15:35]]
+            decode.append(Point(batch, length + 30, float(np.mean(gaps))))
+            bar.advance(task)
+    running = [asyncio.create_task(client.complete(longest // 2, 120)) for _ in range(2)]
+    await asyncio.sleep(1.0)
+    beside = []
+    while not all(t.done() for t in running):
+        beside.append((await client.complete(longest // 2, 1)).first)
+    bar.advance(task)
+    slowed = float(np.mean([g for t in running for g in t.result().gaps[20:-5]]))
+    fit_p = fit(prefill, ("1", "x", "x s"))
+    fit_d = fit(decode, ("1", "x", "x s"), hold_out=5)
+    plain = MeasuredSteps(fit_p, fit_d)
+    alone_p = plain.prefill(NOTHING.plus(0, longest // 2), longest // 2, 1.0).total
+    alone_d = plain.decode(2, 2, longest // 2 + 60, 1.0).total
+    slow_d, slow_p = max(1.0, slowed / alone_d), max(1.0, float(np.mean(beside)) / alone_p)
+    return Calibration(
+        MeasuredSteps(fit_p, fit_d, beside_prefill=slow_d, beside_decode=slow_p),
+        [
+            ("prefill fit, held-out mean error", fit_p.held_out_mean_error),
+            ("decode fit, held-out mean error", fit_d.held_out_mean_error),
+            ("decode slower beside prefill, times", slow_d),
+            ("prefill slower beside decode, times", slow_p),
+        ],
+    )
+
+
+async def send(client: Client, requests: Requests, bar: Progress) -> Requests:
+    """Send the requests at their times; returns them with what was measured."""
+    measured = Requests(
+        np.asarray(requests.arrival), np.asarray(requests.inputs), np.asarray(requests.outputs)
+    )
+    task = bar.add_task("sending", total=len(requests))
+    begin = time.perf_counter()
+
+    async def one(index: int) -> None:
+        await asyncio.sleep(max(0.0, requests.arrival[index] - (time.perf_counter() - begin)))
+        reply = await client.complete(requests.inputs[index], requests.outputs[index])
+        measured.first[index] = measured.arrival[index] + reply.first
+        measured.finish[index] = measured.arrival[index] + reply.last
+        bar.advance(task)
+
+    await asyncio.gather(*(one(i) for i in range(len(requests))))
+    return measured
+
+
+def sustained(case: Case) -> float:
+    """Rate at which simulated TTFT leaves its floor: P90 above four times the lone one."""
+
+    def p90(rate: float) -> float:
+        return replay(case, poisson(case.setting.workload, rate, 300, 5), rate).ttft_p90
+
+    rate, lone = 0.02, p90(0.01)
+    while p90(rate * 1.25) < 4 * lone and rate < 1000:
+        rate *= 1.25
+    return rate
+
+
+async def validate(args: argparse.Namespace) -> list[Row]:
+    layout = Layout.parse(args.layout)
+    gpus = layout.prefill + layout.decode + layout.moe
+    assume = Assumptions(prefill_tokens=args.batched_tokens, decode_slots=args.slots)
+    # H200 only stands in for memory that is never short here; no time is taken from it
+    given: Setting = setting(args.model, "h200", args.workload, 60, 10, assume)
+    plan: Plan = find_plan(given, max(gpus, 3), layout=args.layout)
+    console = Console()
+    batches = [int(b) for b in args.batches.split(",")]
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        client = Client(session, args.url, args.served_name or args.model, given.model.vocab)
+        with Progress(console=console, transient=True) as bar:
+            calibration = await calibrate(client, args.longest, batches, bar)
+        for name, value in calibration.table:
+            console.print(f"calibration: {name} {value:.3g}")
+        case = Case(
+            setting=given, gpus=max(gpus, 3), mode="expertplex",
+            options={"plan": plan, "steps": calibration.steps},
+        )  # fmt: skip
+        rates = [float(r) for r in args.rates.split(",") if r]
+        rates = rates or [round(sustained(case) * part, 3) for part in (0.3, 0.6, 0.85)]
+        table = Table(title="Simulated against measured (ms)")
+        for name in ("req/s", "what", "simulated", "measured", "ratio", f"within {WITHIN:.0%}"):
+            table.add_column(name, justify="right")
+        rows: list[Row] = []
+        for index, rate in enumerate(rates):
+            drawn = poisson(given.workload, rate, args.requests, 100 + index, args.longest)
+            with Progress(console=console, transient=True) as bar:
+                measured = await send(client, drawn, bar)
+            replay(case, drawn, rate)
+            for what in ("ttft", "tpot"):
+                for percent in (50, 90):
+                    ours = float(np.percentile(getattr(drawn, what), percent))
+                    real = float(np.percentile(getattr(measured, what), percent))
+                    name = f"{what.upper()} P{percent} at {rate:g} req/s"
+                    rows.append(Row(name, "s", ours, real, "measured", None))
+                    good = abs(ours / real - 1) <= WITHIN
+                    table.add_row(
+                        f"{rate:g}", f"{what.upper()} P{percent}", f"{ours * 1e3:.0f}",
+                        f"{real * 1e3:.0f}", f"{ours / real:.2f}", "yes" if good else "NO",
+                    )  # fmt: skip
+    console.print(table)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="directory of the served model (its config.json is read)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--served-name", help="model name at the server (default: MODEL)")
+    parser.add_argument("--layout", default="1P1D1E")
+    parser.add_argument("--workload", default="96/24", help="INPUT/OUTPUT mean tokens")
+    parser.add_argument("--rates", default="", help="requests/s, comma-separated")
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--longest", type=int, default=256, help="cap on tokens of a request")
+    parser.add_argument("--batches", default="1,2,3,4,6,8", help="decode batches to calibrate")
+    parser.add_argument("--batched-tokens", type=int, default=2048, help="server's prefill budget")
+    parser.add_argument("--slots", type=int, default=128, help="server's largest decode batch")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    write("simulator_validation", asyncio.run(validate(args)), args.json)
+
+
+if __name__ == "__main__":
+    main()
