@@ -38,6 +38,14 @@ REQUESTS = Metric("expertplex:requests", "Requests by state.", "gauge", ("state"
 RELEASED = Metric(
     "expertplex:prefills_released", "Prefills whose KV was freed unused.", "counter", ()
 )
+HANDOFFS = Metric("expertplex:handoffs", "Requests decode has begun to answer.", "counter", ())
+HANDOFF_SECONDS = Metric(
+    "expertplex:handoff_seconds",
+    "Time from sending requests to decode until their first output there: queue, KV transfer, "
+    "first decode step.",
+    "counter",
+    (),
+)
 MOE_LAYERS = Metric(
     "expertplex:remote_layers", "Remote MoE layers run by an attention server.", "counter", _SERVER
 )

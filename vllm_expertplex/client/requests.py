@@ -57,7 +57,7 @@ Action = Send | Abort
 class Entry:
     """One request: its state and what that state holds."""
 
-    __slots__ = ("kv", "load", "request", "resample", "server", "state", "token")
+    __slots__ = ("handed_s", "kv", "load", "request", "resample", "server", "state", "token")
 
     def __init__(self, request: EngineCoreRequest, server: int, load: int) -> None:
         self.state = State.PREFILL
@@ -67,6 +67,7 @@ class Entry:
         self.kv: dict[str, Any] | None = None
         self.token: int | None = None
         self.resample = False
+        self.handed_s: float | None = None  # when decode was sent it, until decode's first output
 
 
 class RequestTable:
@@ -83,6 +84,9 @@ class RequestTable:
             DECODE: Router(DECODE, range(layout.prefill, engines)),
         }
         self.released = 0  # prefill answers whose KV was given back unused
+        # From sending a request to decode until its first output there: queue, KV transfer, step.
+        self.handoffs = 0
+        self.handoff_s = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -152,7 +156,7 @@ class RequestTable:
             server = self.routers[DECODE].take(1)
             decode = _decode_request(entry)
             entry.state, entry.server, entry.load = State.DECODE, server, 1
-            entry.kv = None
+            entry.kv, entry.handed_s = None, time.monotonic()
             actions.append(Send(server, decode))
         self._handoffs.clear()
         return actions
@@ -207,6 +211,10 @@ class RequestTable:
         entry = self._entries.get(output.request_id)
         if entry is None:
             return None  # aborted meanwhile
+        if entry.handed_s is not None:
+            self.handoffs += 1
+            self.handoff_s += time.monotonic() - entry.handed_s
+            entry.handed_s = None
         # The user's queue times and cached tokens are prefill's, if prefill has shown anything.
         if not entry.resample:
             output.prefill_stats = None

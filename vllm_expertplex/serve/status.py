@@ -129,6 +129,8 @@ class _Collector:
         yield per_server(metrics.TOKENS, "tokens")
         yield each(metrics.REQUESTS, (((state,), n) for state, n in client.table.count().items()))
         yield each(metrics.RELEASED, [((), client.table.released)])
+        yield each(metrics.HANDOFFS, [((), client.table.handoffs)])
+        yield each(metrics.HANDOFF_SECONDS, [((), client.table.handoff_s)])
         yield from self._moe_servers(each)
         yield from self._remote_layers(each)
 
