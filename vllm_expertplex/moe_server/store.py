@@ -81,7 +81,8 @@ class StoredExpertsMethod(FusedMoEMethodBase):
             weight = torch.zeros(num_experts, rows, columns, dtype=dtype)
             self._register(layer, f"{name}_weight", weight, attributes)
             if fp8:
-                scale = torch.ones(num_experts, -(-rows // BLOCK), -(-columns // BLOCK))
+                blocks = (num_experts, -(-rows // BLOCK), -(-columns // BLOCK))
+                scale = torch.ones(blocks, dtype=torch.float32)  # the default is the model's dtype
                 block = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
                 self._register(layer, f"{name}_weight_scale_inv", scale, attributes | block)
 
