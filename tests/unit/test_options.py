@@ -1,0 +1,246 @@
+"""The command line: our options, and every refusal by name before anything starts."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm.config import CompilationConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from vllm_expertplex import plugin
+from vllm_expertplex.config import ADDITIONAL_CONFIG_KEY, ExpertPlexConfig
+from vllm_expertplex.executor import patches
+from vllm_expertplex.executor.executor import EXECUTOR
+from vllm_expertplex.executor.loader import LOAD_FORMAT
+from vllm_expertplex.serve import options
+from vllm_expertplex.serve.command import serve
+
+EXECUTOR_GIVEN = ["--executor", "expertplex"]
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    """vLLM's parser of `vllm serve`, which loads the plugin."""
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
+Parse = Callable[..., argparse.Namespace]
+
+
+@pytest.fixture
+def parse(parser: FlexibleArgumentParser, monkeypatch: pytest.MonkeyPatch) -> Parse:
+    for name in options._ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+
+    def parse(*arguments: str) -> argparse.Namespace:
+        return parser.parse_args(["model", *arguments])
+
+    return parse
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[argparse.Namespace], str]:
+    """The one line with which a command line is refused."""
+
+    def refused(args: argparse.Namespace) -> str:
+        with pytest.raises(SystemExit) as end:
+            options.check(args)
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("vllm serve: error: ")
+        return line
+
+    return refused
+
+
+def test_help_shows_our_options_in_their_own_group(
+    parser: FlexibleArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (group,) = (g for g in parser._action_groups if g.title == "ExpertPlex")
+    ours = {option for action in group._group_actions for option in action.option_strings}
+    named = {"--executor", "--expertplex-layout", "--expertplex-config", "--expertplex-trace"}
+    assert ours == named
+    monkeypatch.setattr(parser, "_search_keyword", "all")
+    text = parser.format_help()
+    assert all(option in text for option in named)
+    # The options of the file are listed where a person looks for them.
+    flat = " ".join(text.split()).replace("- ", "-")
+    assert all(option in flat for option in ExpertPlexConfig.__struct_fields__)
+
+
+def test_plain_vllm_is_left_alone(parse: Parse) -> None:
+    args = parse()
+    assert args.executor == "default"
+    assert not hasattr(args, "dispatch_function")
+    assert not hasattr(parse("--executor", "default"), "dispatch_function")
+
+
+def test_defaults(parse: Parse) -> None:
+    args = parse(*EXECUTOR_GIVEN)
+    assert args.dispatch_function is serve
+    assert options.check(args) == ExpertPlexConfig()
+
+
+def test_options_and_file_reach_the_configuration(parse: Parse, tmp_path: Any) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('layout = "1P1D2E"\nmoe_timeout_s = 7')
+    given = ("--expertplex-config", str(file), "--expertplex-layout", "2P1D1E")
+    config = options.check(parse(*EXECUTOR_GIVEN, *given))
+    assert config == ExpertPlexConfig(layout="2P1D1E", moe_timeout_s=7.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--expertplex-layout", "1P1D"], "layout '1P1D': expected xPyDzE"),
+        (["--expertplex-layout", "1P1D0E"], "every role needs at least one server"),
+        (["--expertplex-config", "/no/such/file"], "/no/such/file: No such file"),
+    ],
+)
+def test_wrong_values_are_refused(
+    parse: Parse, refused: Callable[..., str], arguments: list[str], message: str
+) -> None:
+    assert message in refused(parse(*EXECUTOR_GIVEN, *arguments))
+
+
+@pytest.mark.parametrize("option", ["layout", "config", "trace"])
+def test_our_options_need_the_executor(
+    parse: Parse, refused: Callable[..., str], option: str
+) -> None:
+    args = parse(f"--expertplex-{option}", "1P1D1E")
+    assert args.dispatch_function is serve
+    assert "need --executor expertplex" in refused(args)
+
+
+def test_other_commands_refuse_our_options(capsys: pytest.CaptureFixture[str]) -> None:
+    other = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm bench latency"))
+    with pytest.raises(SystemExit):
+        other.parse_args(EXECUTOR_GIVEN)
+    assert "--executor works with `vllm serve` only" in capsys.readouterr().err
+
+
+# -- what of vLLM's is refused -------------------------------------------------------------------
+
+# Where a value that is refused is not simply 2, or the flag itself.
+VALUES = {
+    "--distributed-executor-backend": "mp",
+    "--worker-cls": "some.Worker",
+    "--scheduler-cls": "some.Scheduler",
+    "--kv-transfer-config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
+    "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 2}',
+    "--runner": "pooling",
+    "--load-format": "dummy",
+    "--data-parallel-rank": "0",
+}
+
+
+def action_of(parser: FlexibleArgumentParser, option: str) -> argparse.Action | None:
+    return parser._option_string_actions.get(option)
+
+
+@pytest.mark.parametrize("refusal", options.REFUSALS, ids=lambda r: r.option)
+def test_every_refusal_names_an_option_that_vllm_has(
+    parser: FlexibleArgumentParser,
+    parse: Parse,
+    refused: Callable[..., str],
+    refusal: options.Refusal,
+) -> None:
+    action = action_of(parser, refusal.option)
+    assert action is not None, "vLLM renamed it: what is refused now goes through"
+    assert action.dest == refusal.attribute
+    assert not refusal.unsupported(parser.get_default(refusal.attribute)), "its default"
+    value = [] if action.nargs == 0 else [VALUES.get(refusal.option, "2")]
+    line = refused(parse(*EXECUTOR_GIVEN, refusal.option, *value))
+    assert refusal.option in line
+    assert line.endswith(refusal.instead)
+
+
+@pytest.mark.parametrize("name", options._ENVIRONMENT)
+def test_environment_that_cannot_work_is_refused(
+    parse: Parse, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import vllm.envs
+
+    assert name in vllm.envs.environment_variables
+    args = parse(*EXECUTOR_GIVEN)
+    monkeypatch.setenv(name, options._ENVIRONMENT[name])
+    assert f"{name}={options._ENVIRONMENT[name]}" in refused(args)
+
+
+@pytest.fixture
+def _refusal_restored() -> Iterator[None]:
+    before = options._refusal
+    yield
+    options.refuse_start(before)
+
+
+@pytest.mark.usefixtures("_refusal_restored")
+def test_an_unsupported_vllm_refuses_to_start(parse: Parse, refused: Callable[..., str]) -> None:
+    options.refuse_start("vLLM 0.99 is installed")
+    assert "vLLM 0.99 is installed" in refused(parse(*EXECUTOR_GIVEN))
+
+
+@pytest.fixture
+def unregistered(monkeypatch: pytest.MonkeyPatch, _refusal_restored: None) -> None:
+    """As before the plugin was loaded; whatever it patches is put back."""
+    monkeypatch.setattr(patches, "_applied", set())
+    monkeypatch.setattr(EngineArgs, "add_cli_args", staticmethod(lambda parser: parser))
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_registration_records_an_unsupported_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.33.0")
+    plugin.register()
+    assert "vLLM 0.33.0 is installed, but ExpertPlex needs 0.32.x" in str(options._refusal)
+    assert patches._applied == {"cli-options"}, "plain vLLM is left as it is"
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_registration_records_a_patch_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = staticmethod(lambda vllm_config: None)
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", renamed)
+    plugin.register()
+    expected = "patch 'engine-client': EngineCoreClient.make_async_mp_client takes (vllm_config),"
+    assert str(options._refusal).startswith(expected)
+
+
+# -- what is set for vLLM --------------------------------------------------------------------------
+
+
+def test_a_deployment_is_set_up_and_the_users_choices_stay(parse: Parse) -> None:
+    args = parse(*EXECUTOR_GIVEN, "--additional-config", '{"mine": 1}', "--max-num-seqs", "7")
+    options.apply(args, ExpertPlexConfig(layout="1P2D1E"))
+    assert args.distributed_executor_backend == EXECUTOR
+    assert args.load_format == LOAD_FORMAT
+    assert args.kv_transfer_config.kv_role == "kv_consumer"
+    assert args.additional_config["mine"] == 1
+    assert args.additional_config[ADDITIONAL_CONFIG_KEY]["config"]["layout"] == "1P2D1E"
+    assert args.max_num_seqs == 7
+    assert args.enforce_eager
+
+
+def test_whoever_asks_for_compilation_gets_it(parse: Parse) -> None:
+    args = parse(*EXECUTOR_GIVEN, "--compilation-config", '{"mode": 3}')
+    assert args.compilation_config != CompilationConfig()
+    options.apply(args, ExpertPlexConfig())
+    assert not args.enforce_eager
+
+
+def test_kv_memory_is_shared_by_the_attention_servers(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    sizes = []
+    for layout in ("1P1D1E", "4P4D1E", "40P40D1E"):
+        args = parse(*EXECUTOR_GIVEN)
+        options.apply(args, ExpertPlexConfig(layout=layout))
+        sizes.append(args.kv_cache_memory_bytes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] > 0
+    args = parse(*EXECUTOR_GIVEN, "--kv-cache-memory-bytes", "1000000")
+    options.apply(args, ExpertPlexConfig())
+    assert args.kv_cache_memory_bytes == 1_000_000
