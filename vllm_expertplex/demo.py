@@ -26,7 +26,9 @@ from rich.table import Table
 
 HELP = "serve a small MoE model with three kinds of server, and ask it something"
 
-QUESTION = "What is the capital of France?"
+# The model is small: asked this way its first word wins by 1.5 nats. Plain "What is the capital of
+# France?" leaves it at 0.06 between two, which rounding to bf16 decides, either way.
+QUESTION = "Please tell me the capital of France in one short sentence."
 STOP_DEADLINE_S = 30
 # The loopback server is asked directly, whatever proxy the environment names.
 http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
