@@ -27,6 +27,8 @@ def print_plan(plan: Plan, console: Console, assumptions: bool = True) -> None:
     )
     for reason in plan.reasons:
         console.print(f"- {reason}")
+    console.print(f"- prefill is bound by {plan.prefill.binds}")
+    console.print(f"- decode is bound by {plan.decode.binds}")
     console.print(_phases(plan))
     console.print(_memory(plan))
     console.print(_alternatives(plan))
@@ -37,18 +39,18 @@ def print_plan(plan: Plan, console: Console, assumptions: bool = True) -> None:
 
 
 def _phases(plan: Plan) -> Table:
-    table = Table(title="One iteration of each phase (ms)")
-    for name in (
-        "phase", "GPUs", "TP", "overlap", "batch", "total", "attention", "shared", "exchange",
-        "MoE", "host", "req/s", "what binds",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("phase", "what binds") else "right")
-    for name, p in (("prefill", plan.prefill), ("decode", plan.decode)):
-        times = (p.iteration, p.attention, p.shared, p.exchange, p.moe, p.host)
-        table.add_row(
-            name, str(p.gpus), str(p.tensor_parallel), p.overlap, str(p.batch),
-            *(f"{t * MS:.1f}" for t in times), f"{p.rate:.3g}", p.binds,
-        )  # fmt: skip
+    table = Table(title="One iteration of each phase")
+    for name in ("", "prefill", "decode"):
+        table.add_column(name, justify="left" if not name else "right")
+    pair = (plan.prefill, plan.decode)
+    table.add_row("GPUs", *(str(p.gpus) for p in pair))
+    table.add_row("tensor parallel", *(str(p.tensor_parallel) for p in pair))
+    table.add_row("overlap", *(p.overlap for p in pair))
+    table.add_row("batch (requests)", *(str(p.batch) for p in pair))
+    table.add_row("iteration (ms)", *(f"{p.iteration * MS:.1f}" for p in pair))
+    for name in ("attention", "shared", "exchange", "moe", "host"):
+        table.add_row(f"  {name}", *(f"{getattr(p, name) * MS:.1f}" for p in pair))
+    table.add_row("rate (req/s)", *(f"{p.rate:.3g}" for p in pair))
     return table
 
 

@@ -159,15 +159,18 @@ def _events(texts: list[str]) -> list[tuple[float, str, str]]:
 
 def _table(title: str, runs: list[Summary]) -> Table:
     shown = Table(title=f"{title} (SIMULATED)")
-    for name in (
-        "req/s", "requests", "in target", "finished", "refused", "TTFT p50 (ms)", "p90", "p99",
-        "TPOT p50 (ms)", "p90", "p99",
-    ):  # fmt: skip
-        shown.add_column(name, justify="right")
+    for name in ("req/s", "in target", "TTFT p50/p90/p99 (ms)", "TPOT p50/p90/p99 (ms)", "note"):
+        shown.add_column(name, justify="left" if name == "note" else "right")
     for r in runs:
-        times = (r.ttft_p50, r.ttft_p90, r.ttft_p99, r.tpot_p50, r.tpot_p90, r.tpot_p99)
-        shown.add_row(
-            f"{r.rate:.4g}", str(r.requests), f"{r.attained:.1%}", f"{r.finished:.1%}",
-            str(r.refused), *(f"{t * 1e3:.1f}" for t in times),
-        )  # fmt: skip
+        ttft, tpot = (
+            "/".join(f"{t * 1e3:.0f}" if t < 1e6 else "-" for t in times)
+            for times in (
+                (r.ttft_p50, r.ttft_p90, r.ttft_p99),
+                (r.tpot_p50, r.tpot_p90, r.tpot_p99),
+            )
+        )
+        notes = [f"{r.refused} too long"] if r.refused else []
+        if r.finished < 1:
+            notes.append(f"{1 - r.finished:.1%} unfinished")
+        shown.add_row(f"{r.rate:.4g}", f"{r.attained:.1%}", ttft, tpot, ", ".join(notes))
     return shown
