@@ -34,6 +34,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_utilisation: float = 0.88
     runtime_reserve: float = 4 * GB
     graph_reserve: float = 1.5 * GB
+    combine_bytes: float = 2.0
     buffers: str = "worst"
     prefill_tokens: int = 8192
     decode_slots: int = 256
@@ -65,6 +66,8 @@ REASONS: dict[str, str] = {
     "the paper's system",
     "runtime_reserve": "context, workspaces and communication state on a MoE GPU",
     "graph_reserve": "CUDA graphs and activations on an attention GPU",
+    "combine_bytes": "bytes of one element of a partial sum on the link: 2 as in the paper, 4 if"
+    " sums cross in fp32",
     "buffers": "'worst': every row of every source on one MoE GPU; 'average': an even share x1.5",
     "prefill_tokens": "tokens one prefill server sends at a time; longer batches go in chunks",
     "decode_slots": "largest decode batch of one decode server",

@@ -33,12 +33,12 @@ class Memory:
     def buffers(self, prefill: Number, decode: Number, servers: Number) -> Number:
         """APK buffers on one MoE server for that many prefill and decode sources.
 
-        A routed row needs its dispatch (FP8) and combine (16 bit) copies and what the grouped
-        GEMMs leave between them (16-bit gate-up product, FP8 activation): 3H + 3I bytes. They are
-        allocated for the largest volume, because templates fix addresses (paper, section 5).
+        A routed row needs its dispatch (FP8) and combine copies and what the grouped GEMMs leave
+        between them (16-bit gate-up product, FP8 activation): 3H + 3I bytes with 16-bit sums. They
+        are allocated for the largest volume: templates fix addresses (paper, section 5).
         """
         a, m = self.assumptions, self.model
-        row = 3.0 * m.hidden + 3.0 * m.expert_intermediate
+        row = (1.0 + a.combine_bytes) * m.hidden + 3.0 * m.expert_intermediate
         tokens = prefill * float(a.prefill_tokens) + decode * float(a.decode_slots)
         rows: Number = tokens * float(m.top_k)
         if a.buffers == "average":

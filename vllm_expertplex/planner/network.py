@@ -20,7 +20,9 @@ class Network:
         self.model, self.gpu, self.assumptions, self.nodes = model, gpu, assumptions, nodes
         wide = 1.0 + SCALES if model.expert_bytes < 1.5 else 2.0
         self._out = model.hidden * wide  # dispatch: one token to one MoE server
-        self._back = model.hidden * 2.0  # combine: one partial sum from one MoE server
+        self._back = (
+            model.hidden * assumptions.combine_bytes
+        )  # combine: one partial sum from one MoE server
 
     def exchange(
         self,
