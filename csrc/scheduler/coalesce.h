@@ -26,6 +26,12 @@ XP_HD void arrive(Coalescer& c, uint32_t source, uint32_t layer, uint64_t now_ns
   c.arrived_ns[source] = now_ns;
 }
 
+// Takes these sources' operations out, due or not.
+XP_HD uint64_t take(Coalescer& c, uint64_t group) {
+  c.pending &= ~group;
+  return group;
+}
+
 // A source that is gone: nobody waits for it, and its pending operation is dropped.
 XP_HD void forget(Coalescer& c, uint32_t source) {
   c.pending &= ~(uint64_t{1} << source);
@@ -70,9 +76,8 @@ XP_HD uint64_t take_group(Coalescer& c, uint64_t now_ns, uint64_t& due_ns) {
     }
     const uint64_t due = c.arrived_ns[first] + wait;
     if (now_ns >= due) {
-      c.pending &= ~group;
       due_ns = now_ns;
-      return group;
+      return take(c, group);
     }
     if (due < due_ns) due_ns = due;
     seen |= group;
