@@ -60,13 +60,15 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """Every live process of this server, the first one included."""
+        # Not psutil's environ(): it stops early in a process that has set its title, as vLLM's do.
+        mark = f"{_MARK}={self._mark}".encode()
         found = []
         for process in psutil.process_iter():
             try:
-                marked = process.environ().get(_MARK) == self._mark
+                marked = mark in Path(f"/proc/{process.pid}/environ").read_bytes()
                 if marked and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except psutil.Error:
+            except (psutil.Error, OSError):
                 continue
         return found
 
