@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from vllm_expertplex.layout import Layout
 from vllm_expertplex.planner.assumptions import Assumptions
+from vllm_expertplex.planner.rates import between, largest_that
 from vllm_expertplex.planner.search import (
-    _between,
-    _largest,
     all_layouts,
     fixed_layout,
     search,
@@ -73,13 +72,13 @@ def test_the_searches_agree_on_many_gpus(gpus: int, placement: str) -> None:
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 60))
 def test_bisection_finds_the_largest_that_fits(most: list[int], limit: int) -> None:
     high = np.array(most, dtype=float)
-    found = _largest(lambda n: n <= limit, high)
+    found = largest_that(lambda n: n <= limit, high)
     assert found.tolist() == [min(m, limit) for m in most]
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(-5, 30))
 def test_between_never_falls_below_its_low_end(low: int, more: int, limit: int) -> None:
-    found = _between(lambda n: n <= limit, np.array([low]), np.array([low + more]))
+    found = between(lambda n: n <= limit, np.array([low]), np.array([low + more]))
     assert found.tolist() == [max(low, min(low + more, limit))]
 
 

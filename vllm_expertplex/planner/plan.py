@@ -10,7 +10,8 @@ import numpy as np
 
 from vllm_expertplex.planner.assumptions import changed
 from vllm_expertplex.planner.latency import Parts
-from vllm_expertplex.planner.search import Candidate, Problem, all_layouts, search
+from vllm_expertplex.planner.rates import Problem
+from vllm_expertplex.planner.search import Candidate, all_layouts, search
 from vllm_expertplex.planner.setup import Setting
 
 VERSION = 1

@@ -17,8 +17,9 @@ from vllm_expertplex.planner.memory import Memory
 from vllm_expertplex.planner.model_configs import load_model
 from vllm_expertplex.planner.models import ModelSpec
 from vllm_expertplex.planner.profile import ProfiledKernels, read_profile
+from vllm_expertplex.planner.rates import Problem
 from vllm_expertplex.planner.routing import Routing, lognormal_popularity, read_histogram
-from vllm_expertplex.planner.search import Problem, Space
+from vllm_expertplex.planner.search import Space
 from vllm_expertplex.planner.workload import Targets, Workload, load_workload
 
 
