@@ -83,8 +83,10 @@ def capacity(figure: Figure, given: Setting, knobs: dict[str, Knobs]) -> int:
     return int(least)
 
 
-def rates(figure: Figure, knobs: dict[str, Knobs], seeds: int) -> dict[str, Estimate | None]:
-    """Goodput per node of every mode; None where the mode cannot run."""
+def rates(
+    figure: Figure, knobs: dict[str, Knobs], seeds: int
+) -> tuple[int, dict[str, Estimate | None]]:
+    """The cap on lengths, and goodput per node of every mode; None where the mode cannot run."""
     given = setting(figure.model, "h800", figure.workload, figure.ttft, figure.tpot)
     longest = capacity(figure, given, knobs)
     found: dict[str, Estimate | None] = {}
@@ -100,7 +102,7 @@ def rates(figure: Figure, knobs: dict[str, Knobs], seeds: int) -> dict[str, Esti
             guess = max(total.mean / 2, 0.1)
         nodes = built.gpus / NODE
         found[mode] = Estimate(total.mean / nodes, total.half_width / nodes, total.values)
-    return found
+    return longest, found
 
 
 def fit_knobs(console: Console) -> dict[str, Knobs]:
@@ -150,7 +152,7 @@ def show(
     for name in ("figure", "mode", "req/s per node", "ExpertPlex / mode", "paper"):
         table.add_column(name, justify="left" if name in ("figure", "mode") else "right")
     for figure in FIGURES:
-        found = rates(figure, knobs, seeds)
+        longest, found = rates(figure, knobs, seeds)
         ours = found["expertplex"]
         for mode, value in found.items():
             paper = figure.ratios.get(mode)
@@ -161,7 +163,8 @@ def show(
             said = "-" if paper is None else "fails" if paper == math.inf else f"{paper:.2f}"
             said = "" if mode == "expertplex" else said
             table.add_row(
-                figure.name if mode == "expertplex" else "", MEANING[mode],
+                f"{figure.name}, at most {longest} tokens" if mode == "expertplex" else "",
+                MEANING[mode],
                 str(value) if value else "does not fit",
                 shown, said,
             )  # fmt: skip
