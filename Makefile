@@ -34,7 +34,8 @@ pytest: setup
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
 cpp-test:
-	@if [ -f csrc/Makefile ]; then $(MAKE) -C csrc test; fi
+	$(MAKE) -C csrc test
+	$(MAKE) -C csrc/comm/tests test
 
 lint: setup ## ruff, mypy, clang-format
 	$(BIN)/ruff check

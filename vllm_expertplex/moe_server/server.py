@@ -44,12 +44,11 @@ def main(
     set_process_title(f"expertplex-{me.name}")
     decorate_logs(me.name)
     try:
-        server = MoeServer(run_dir, me, config, vllm_configs)
+        MoeServer(run_dir, me, config, vllm_configs).run()
     except Exception as error:
-        logger.exception("%s could not start", me.name)
+        logger.exception("%s failed", me.name)
         write_error(run_dir, me, f"{type(error).__name__}: {error}")
         sys.exit(1)
-    server.run()
 
 
 class MoeServer:
@@ -65,13 +64,13 @@ class MoeServer:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        torch.set_num_threads(threads(config))
+        torch.set_num_threads(threads(config))  # for loading
         layout = config.parsed_layout
         vllm_config = vllm_configs[0]
         start = time.monotonic()
         layers = _load(vllm_config, expert_map(vllm_config, layout).local_experts(me.rank))
         weights = list(layers.values())
-        self._backend = make_backend(config, weights)
+        self._backend = make_backend(me, config, weights)
         shapes = [slot_shape(c) for c in vllm_configs]
         self._endpoint = MoeEndpoint(
             [slot_path(run_dir, source, me) for source in layout.attention_servers],
@@ -133,11 +132,30 @@ def threads(config: ExpertPlexConfig) -> int:
     return config.moe_threads or fair_share(config)
 
 
-def make_backend(config: ExpertPlexConfig, layers: Sequence[ExpertWeights]) -> Backend:
-    """The configured backend over these layers."""
-    from vllm_expertplex.moe_server.backend_torch import TorchBackend
+def make_backend(me: Server, config: ExpertPlexConfig, layers: Sequence[ExpertWeights]) -> Backend:
+    """The configured backend over these layers; `auto` is the tile scheduler."""
+    if config.moe_backend == "torch":
+        from vllm_expertplex.moe_server.backend_torch import TorchBackend
 
-    return TorchBackend(layers)
+        torch.set_num_threads(threads(config))
+        return TorchBackend(layers)
+    from vllm_expertplex.moe_server.backend_tiles import TileOptions, TilesBackend
+
+    torch.set_num_threads(1)  # the backend has worker threads of its own
+    return TilesBackend(
+        layers,
+        TileOptions(
+            workers=threads(config),
+            deadline_s=config.moe_timeout_s,
+            trace=config.trace and trace_file(config.trace, me),
+        ),
+    )
+
+
+def trace_file(path: str, me: Server) -> str:
+    """`trace.json` -> `trace-moe-0.json`: one file per MoE server."""
+    file = Path(path)
+    return str(file.with_name(f"{file.stem}-{me.name}{file.suffix}"))
 
 
 def _load(vllm_config: VllmConfig, local_experts: Sequence[int]) -> dict[str, ExpertWeights]:
