@@ -112,6 +112,8 @@ class Products {
                                ": import torch first");
     bf16_ = find(library, "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb");
     f32_ = find(library, "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb");
+    release_ = reinterpret_cast<void (*)(bool)>(
+        symbol(library, "_ZN2at6native7cpublas14brgemm_releaseEb"));
   }
 
   // Can this processor multiply in this dtype?
@@ -123,6 +125,7 @@ class Products {
     } catch (const std::exception&) {
       return false;
     }
+    release();
     return true;
   }
 
@@ -134,18 +137,26 @@ class Products {
     (bf16 ? bf16_ : f32_)(rows, kPanel, k, k, kPanel, ld_c, false, a, panel, c, bf16);
   }
 
+  // Gives the thread's AMX tiles back. oneDNN remembers what it has configured, so a thread that
+  // also runs somebody else's AMX code must not go from one to the other without this.
+  void release() const { release_(true); }
+
  private:
   using Function = void (*)(int64_t m, int64_t n, int64_t k, int64_t ld_a, int64_t ld_b,
                             int64_t ld_c, bool add, const void* a, const void* b, float* c,
                             bool vnni);
-  static Function find(void* library, const char* name) {
-    void* symbol = dlsym(library, name);
-    if (!symbol)
+  static void* symbol(void* library, const char* name) {
+    void* found = dlsym(library, name);
+    if (!found)
       throw std::runtime_error(std::string("this torch has no ") + name +
-                               "; use the torch backend, or the torch version that vLLM asks for");
-    return reinterpret_cast<Function>(symbol);
+                               "; use the torch version that vLLM asks for, or the torch backend");
+    return found;
+  }
+  static Function find(void* library, const char* name) {
+    return reinterpret_cast<Function>(symbol(library, name));
   }
   Function bf16_, f32_;
+  void (*release_)(bool);
 };
 
 // Rows that a product of at least `rows` computes: the next of 1, 2, 4, 8, 16, 32.

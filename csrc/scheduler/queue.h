@@ -102,9 +102,10 @@ XP_HD Submit submit(Queue& queue, const Operation& op, uint64_t deadline_ns) {
     Slot& slot = queue.slot[i];
     slot.op = op;
     slot.deadline_ns = deadline_ns;
-    fetch_or(queue.busy,
-             uint64_t{1} << i);  // before opening: a worker that still holds an old busy word could
-    open_stage(slot, first);     // otherwise finish the operation before its bit is set
+    // Busy before open: a worker that still holds an old busy word could otherwise finish the
+    // operation, and free the slot, before its bit is set.
+    fetch_or(queue.busy, uint64_t{1} << i);
+    open_stage(slot, first);
     return Submit::kQueued;
   }
   return Submit::kFull;

@@ -45,7 +45,7 @@ class TileOptions:
     hold_us: int = 0  # decode workers idle so long between two stages rather than take prefill
     window_us: int = 200  # coalescing: how long one decode server waits for another
     stale_us: int = 20_000  # nobody waits for a decode server that has been silent so long
-    spin_us: int = 20  # an idle worker polls so long before it sleeps
+    spin_us: int = 0  # an idle worker polls so long before it sleeps
     deadline_s: float = 60.0  # of one operation
     trace: str | None = None  # file for a Perfetto trace, written by close()
 
@@ -56,9 +56,7 @@ class TilesBackend:
     Raises ValueError for shapes or dtypes that the tiles cannot do.
     """
 
-    def __init__(
-        self, layers: Sequence[ExpertWeights], options: TileOptions | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[ExpertWeights], options: TileOptions | None = None) -> None:
         self._options = options = options or TileOptions()
         self._layers = list(layers)  # the engine keeps addresses only
         first = layers[0]
