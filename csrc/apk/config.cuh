@@ -51,6 +51,11 @@ constexpr uint32_t kMulticast = APK_MULTICAST;         // weights: 0 each CTA lo
 #endif
 constexpr uint32_t kRaster = APK_RASTER;               // row-block pairs walked before the next column block
 
+#ifndef APK_UNROLL
+#define APK_UNROLL 4
+#endif
+constexpr int kUnroll = APK_UNROLL;                    // K blocks; more is faster until the registers are spilled
+
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // The two GEMMs: [rows, k] x [n, k]^T.

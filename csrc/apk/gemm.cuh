@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, f
     };
     if constexpr (kFp8) {
         float acc[kN / 2];
-#pragma unroll 2  // more, and 64x192 sums no longer fit the registers for every shape
+#pragma unroll kUnroll
         for (uint32_t k = 0; k < kBlocks; ++k, pipe.advance()) {
             const float2 b = kN > 128 ? *reinterpret_cast<const float2*>(sfb + 2 * k) : float2{sfb[2 * k], 0.0f};
             mem.full[pipe.stage].wait(pipe.parity, deadline);

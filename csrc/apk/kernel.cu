@@ -218,7 +218,7 @@ __device__ __forceinline__ void complete(SharedMemory& sh, const Launch& p, uint
         const uint32_t identity = p.trace ? static_cast<uint32_t>(s.queue[m.tile.phase].slot[m.tile.slot].op.user >> 16) : 0;
         const Finish result = finish(s, m.tile, op);
         const uint64_t now = global_ns();
-        if (result == Finish::kDone && p.times) p.times[op.user >> 16].done = now;
+        if (result == Finish::kDone && p.times) store_release(p.times[op.user >> 16].done, now);
         if (p.trace && traced < p.trace_capacity)
             p.trace[static_cast<size_t>(cluster) * p.trace_capacity + traced++] = {began, now, m.tile.phase, m.tile.stage, identity, m.tile.ticket};
     }
@@ -281,7 +281,8 @@ __device__ __forceinline__ void control(SharedMemory& sh, const Launch& p, uint6
         const auto* from = reinterpret_cast<const uint32_t*>(&arrival.op);
         if (lane < sizeof(Operation) / 4) reinterpret_cast<uint32_t*>(&op)[lane] = from[lane];
         __syncwarp();
-        while (now < due && load_relaxed(s.stop) == kRun) now = global_ns();
+        const uint64_t* earlier = arrival.after == ~0u ? nullptr : &p.times[arrival.after].done;
+        while ((now < due || (earlier && load_acquire(*earlier) == 0)) && load_relaxed(s.stop) == kRun) now = global_ns();
         if (load_relaxed(s.stop) != kRun) return;
         uint32_t queued = 0;
         if (lane == 0) {

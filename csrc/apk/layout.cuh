@@ -75,11 +75,12 @@ struct alignas(16) TileMessage {
 };
 static_assert(sizeof(TileMessage) == 32);
 
-// An operation of a finite run: submitted `at_ns` after the kernel has started.
+// An operation of a finite run: submitted `at_ns` after the kernel has started and after another has ended.
 struct Arrival {
     Operation op;  // user: template | identity << 16
     uint64_t at_ns;
     uint32_t phase;
+    uint32_t after;  // identity of the other; ~0: none
 };
 
 // Of one operation, indexed by its identity. %globaltimer, ns.

@@ -24,23 +24,27 @@ __host__ __device__ constexpr uint32_t expert_tiles(uint32_t rows, uint32_t n, b
     return rows <= 64 ? (rows ? ceil_div(n, 4 * kDecodeN) : 0) : ceil_div(rows, 128) * ceil_div(n, 2 * kNarrowN);
 }
 
-// Inclusive sums over the experts, one per math thread.
-__device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* scratch) {
-    const uint32_t t = thread_index();
-    for (uint32_t step = 1; step < kMathThreads; step *= 2) {
-        scratch[t] = value;
-        sync_threads<kMathThreads>(1);
-        if (t >= step) value += scratch[t - step];
-        sync_threads<kMathThreads>(1);
+// Inclusive sums of four values over the math threads (one expert each).
+__device__ __forceinline__ uint4 scan(uint4 v, uint4* scratch) {
+    const uint32_t t = thread_index(), lane = t % 32;
+#pragma unroll
+    for (uint32_t step = 1; step < 32; step *= 2) {
+        const uint4 o{__shfl_up_sync(~0u, v.x, step), __shfl_up_sync(~0u, v.y, step), __shfl_up_sync(~0u, v.z, step),
+                      __shfl_up_sync(~0u, v.w, step)};
+        if (lane >= step) v = {v.x + o.x, v.y + o.y, v.z + o.z, v.w + o.w};
     }
-    return value;
+    if (lane == 31) scratch[t / 32] = v;
+    sync_threads<kMathThreads>(1);
+    for (uint32_t w = 0; w < t / 32; ++w) v = {v.x + scratch[w].x, v.y + scratch[w].y, v.z + scratch[w].z, v.w + scratch[w].w};
+    return v;
 }
 
 // Scatter, stage 1: each pair's place among its expert's rows; the last CTA to finish lays out rows and tiles.
-__device__ __noinline__ void count_tile(State& s, const TileMessage& m, const Template& op, uint32_t rank, uint32_t* scratch) {
+__device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const Template& op, uint32_t rank, uint32_t* scratch) {
     const uint32_t t = thread_index(), pairs = op.n_tokens * kTopK;
-    uint32_t *seen = scratch, *base = scratch + kExperts, *sums = scratch + 2 * kExperts, *flag = sums + kMathThreads;
-    Epoch* epoch = reinterpret_cast<Epoch*>(flag + 2 + kExperts % 2);
+    uint32_t *seen = scratch, *base = seen + kMathThreads, *flag = base + kMathThreads;
+    uint4* sums = reinterpret_cast<uint4*>(flag + 4);
+    Epoch* epoch = reinterpret_cast<Epoch*>(sums + kMathThreads / 32);
     for (uint32_t e = t; e < kExperts; e += kMathThreads) seen[e] = 0;
     sync_threads<kMathThreads>(1);
     const uint32_t first = (m.tile.ticket * kCluster + rank) * kCountPairs;
@@ -72,33 +76,30 @@ __device__ __noinline__ void count_tile(State& s, const TileMessage& m, const Te
     Groups& g = *op.groups;
     const bool wide = op.wide;
     const uint32_t rows = t < kExperts ? __ldcg(g.counting + t) : 0;
-    uint32_t x = wide ? ceil_div(rows, 128) : ceil_div(rows, 64);
-    const uint32_t padded = ceil_div(rows, 64) * 64;
-    const uint32_t up = expert_tiles(rows, gemm_n(kGateUp), wide), down = expert_tiles(rows, gemm_n(kDown), wide);
-    const uint32_t row_end = scan(padded, sums), up_end = scan(up, sums), down_end = scan(down, sums), x_end = scan(x, sums);
+    const uint4 end = scan({ceil_div(rows, 64) * 64, expert_tiles(rows, gemm_n(kGateUp), wide),
+                            expert_tiles(rows, gemm_n(kDown), wide), ceil_div(rows, wide ? 128 : 64)}, sums);
     if (t < kExperts) {
         g.counting[t] = 0;
         g.rows[t] = rows;
-        g.row0[t + 1] = row_end;
-        g.tiles[kGateUp][t + 1] = up_end;
-        g.tiles[kDown][t + 1] = down_end;
+        g.row0[t + 1] = end.x;
+        g.tiles[kGateUp][t + 1] = end.y;
+        g.tiles[kDown][t + 1] = end.z;
     }
     if (t == 0) g.row0[0] = g.tiles[kGateUp][0] = g.tiles[kDown][0] = g.counted = 0;
     if (t == kExperts - 1) {
         Slot& slot = s.queue[m.tile.phase].slot[m.tile.slot];
-        set_tiles(slot, kStageGateUp, up_end);
-        set_tiles(slot, kStageDown, down_end);
-        if (x_end == 0) set_tiles(slot, kActivate, 0);
-        if (m.tile.phase == kDecode) {
-            fetch_add(s.demand, x_end - slot.op.x_moe);
-            slot.op.x_moe = x_end;
+        set_tiles(slot, kStageGateUp, end.y);
+        set_tiles(slot, kStageDown, end.z);
+        if (end.w == 0) set_tiles(slot, kActivate, 0);
+        *flag = m.tile.phase == kDecode && end.w != slot.op.x_moe;  // decode's share of the SMs changes
+        if (*flag) {
+            fetch_add(s.demand, end.w - slot.op.x_moe);
+            slot.op.x_moe = end.w;
             *epoch = draw_epoch(s, global_ns());
         }
     }
-    if (m.tile.phase == kDecode) {
-        sync_threads<kMathThreads>(1);
-        announce(s, *epoch, t, kMathThreads);
-    }
+    sync_threads<kMathThreads>(1);
+    if (*flag) announce(s, *epoch, t, kMathThreads);
 }
 
 // Pairs [first, last) of this warp in a tile whose warps take `each` pairs.
@@ -109,7 +110,7 @@ __device__ __forceinline__ void warp_range(uint32_t ticket, uint32_t rank, uint3
 
 // Scatter, stage 2: token rows and their scales into expert order. A token is read once for all its experts here.
 template <class Halfway>
-__device__ __noinline__ void copy_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+__device__ __forceinline__ void copy_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
     constexpr uint32_t kRowBytes = kHidden * kElementBytes, kChunks = kRowBytes / 16;
     const uint32_t lane = thread_index() % 32;
     uint32_t first, last;
@@ -154,53 +155,64 @@ __device__ __noinline__ void copy_tile(const TileMessage& m, const Template& op,
     fence_async_global();
 }
 
-// SiLU(gate) * up, then FP8 with one scale per 128 columns: half a warp per 128 columns, 8 columns a lane.
+// SiLU(gate) * up, then FP8 with one scale per 128 columns: half a warp per 128 columns, 8 columns a lane. Up to 2,048
+// columns of a row are loaded before the first is used: the stage is as fast as its loads are many.
 template <class Halfway>
-__device__ __noinline__ void activate_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+__device__ __forceinline__ void activate_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+    constexpr uint32_t kSteps = ceil_div(kIntermediate, 256), kAtOnce = kSteps < 8 ? kSteps : 8;
     const uint32_t lane = thread_index() % 32;
     uint32_t first, last;
     warp_range(m.tile.ticket, rank, op.act_items, op.n_tokens * kTopK, first, last);
+    const uint32_t rows = first + lane < last ? __ldcg(op.row_of + first + lane) : kNoRow;  // act_items is at most 32
     halfway();
-    for (uint32_t pair = first; pair < last; ++pair) {
-        const uint32_t row = __ldcg(op.row_of + pair);
+    for (uint32_t i = 0; i < last - first; ++i) {
+        const uint32_t row = __shfl_sync(~0u, rows, i);
         if (row == kNoRow) continue;
         const __nv_bfloat16* gate = static_cast<const __nv_bfloat16*>(op.hidden) + static_cast<size_t>(row) * 2 * kIntermediate;
-#pragma unroll 4
-        for (uint32_t c = lane * 8; c < ceil_div(kIntermediate, 256) * 256; c += 256) {
-            const bool in = c < kIntermediate;
-            uint4 g{}, u{};
-            if (in) {
-                g = __ldcg(reinterpret_cast<const uint4*>(gate + c));
-                u = __ldcg(reinterpret_cast<const uint4*>(gate + kIntermediate + c));
+#pragma unroll 1
+        for (uint32_t base = lane * 8; base < kSteps * 256; base += kAtOnce * 256) {
+            uint4 g[kAtOnce], u[kAtOnce];
+#pragma unroll
+            for (uint32_t j = 0; j < kAtOnce; ++j) {
+                const uint32_t c = base + j * 256;
+                g[j] = u[j] = uint4{};
+                if (c < kIntermediate) {
+                    g[j] = __ldcg(reinterpret_cast<const uint4*>(gate + c));
+                    u[j] = __ldcg(reinterpret_cast<const uint4*>(gate + kIntermediate + c));
+                }
             }
-            const auto* g2 = reinterpret_cast<const __nv_bfloat162*>(&g);
-            const auto* u2 = reinterpret_cast<const __nv_bfloat162*>(&u);
-            float y[8], largest = 1e-10f;
 #pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) {
-                const float2 a = __bfloat1622float2(g2[i]), b = __bfloat1622float2(u2[i]);
-                y[2 * i] = __fdividef(a.x, 1.0f + __expf(-a.x)) * b.x;
-                y[2 * i + 1] = __fdividef(a.y, 1.0f + __expf(-a.y)) * b.y;
-                largest = fmaxf(largest, fmaxf(fabsf(y[2 * i]), fabsf(y[2 * i + 1])));
-            }
-            if constexpr (kFp8) {
+            for (uint32_t j = 0; j < kAtOnce; ++j) {
+                const uint32_t c = base + j * 256;
+                const bool in = c < kIntermediate;
+                const auto* g2 = reinterpret_cast<const __nv_bfloat162*>(&g[j]);
+                const auto* u2 = reinterpret_cast<const __nv_bfloat162*>(&u[j]);
+                float y[8], largest = 1e-10f;
 #pragma unroll
-                for (uint32_t step = 8; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-                const float inverse = 448.0f / largest;
-                uint16_t q[4];
+                for (uint32_t n = 0; n < 4; ++n) {
+                    const float2 a = __bfloat1622float2(g2[n]), b = __bfloat1622float2(u2[n]);
+                    y[2 * n] = __fdividef(a.x, 1.0f + __expf(-a.x)) * b.x;
+                    y[2 * n + 1] = __fdividef(a.y, 1.0f + __expf(-a.y)) * b.y;
+                    largest = fmaxf(largest, fmaxf(fabsf(y[2 * n]), fabsf(y[2 * n + 1])));
+                }
+                if constexpr (kFp8) {
 #pragma unroll
-                for (uint32_t i = 0; i < 4; ++i)
-                    q[i] = __nv_cvt_float2_to_fp8x2({y[2 * i] * inverse, y[2 * i + 1] * inverse}, __NV_SATFINITE, __NV_E4M3);
-                if (in) {
+                    for (uint32_t step = 8; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+                    const float inverse = __fdividef(448.0f, largest);
+                    uint16_t q[4];
+#pragma unroll
+                    for (uint32_t n = 0; n < 4; ++n)
+                        q[n] = __nv_cvt_float2_to_fp8x2({y[2 * n] * inverse, y[2 * n + 1] * inverse}, __NV_SATFINITE, __NV_E4M3);
+                    if (!in) continue;
                     const uint2 v{q[0] | static_cast<uint32_t>(q[1]) << 16, q[2] | static_cast<uint32_t>(q[3]) << 16};
                     __stcg(reinterpret_cast<uint2*>(op.act + static_cast<size_t>(row) * kIntermediate + c), v);
-                    if (lane % 16 == 0) op.act_scales[static_cast<size_t>(c / 128) * op.row_capacity + row] = largest / 448.0f;
-                }
-            } else if (in) {
-                __nv_bfloat162 v[4];
+                    if (lane % 16 == 0) op.act_scales[static_cast<size_t>(c / 128) * op.row_capacity + row] = largest * (1.0f / 448.0f);
+                } else if (in) {
+                    __nv_bfloat162 v[4];
 #pragma unroll
-                for (uint32_t i = 0; i < 4; ++i) v[i] = __float22bfloat162_rn({y[2 * i], y[2 * i + 1]});
-                __stcg(reinterpret_cast<uint4*>(op.act + (static_cast<size_t>(row) * kIntermediate + c) * 2), *reinterpret_cast<uint4*>(v));
+                    for (uint32_t n = 0; n < 4; ++n) v[n] = __float22bfloat162_rn({y[2 * n], y[2 * n + 1]});
+                    __stcg(reinterpret_cast<uint4*>(op.act + (static_cast<size_t>(row) * kIntermediate + c) * 2), *reinterpret_cast<uint4*>(v));
+                }
             }
         }
     }
@@ -209,20 +221,21 @@ __device__ __noinline__ void activate_tile(const TileMessage& m, const Template&
 
 // Weighted sum of a token's expert rows in fp32, rounded once to bf16. A warp takes 512 columns of a token at a time.
 template <class Halfway>
-__device__ __noinline__ void gather_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
+__device__ __forceinline__ void gather_tile(const TileMessage& m, const Template& op, uint32_t rank, Halfway halfway) {
     constexpr uint32_t kSlices = ceil_div(kHidden, kGatherColumns);
     const uint32_t lane = thread_index() % 32;
     uint32_t first, last;
     warp_range(m.tile.ticket, rank, op.gather_items, op.n_tokens * kSlices, first, last);
     halfway();
+    uint32_t known = kNoRow, row = kNoRow;
+    float weight = 0;
     for (; first < last; ++first) {
         const uint32_t token = first / kSlices, begin = first % kSlices * kGatherColumns + lane * 8;
-        uint32_t row = kNoRow;
-        float weight = 0;
-        if (lane < kTopK) {
+        if (token != known && lane < kTopK) {
             row = __ldcg(op.row_of + token * kTopK + lane);
             weight = __ldcg(op.expert_weights + token * kTopK + lane);
         }
+        known = token;
         const __nv_bfloat16* down = static_cast<const __nv_bfloat16*>(op.down);
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {

@@ -118,9 +118,9 @@ class OperationTemplate:
         """Work per warp and tile: small for decode, so that a few tokens spread over the GPU."""
         k, busy = self.shape.top_k, 66 * WARPS
         s.n_tokens = tokens
-        s.copy_items = min(2 * k, _ceil(_ceil(tokens * k, busy), k) * k if tokens * k > busy else 1)
-        s.act_items = min(8, _ceil(tokens * k, busy))
-        s.gather_items = min(4, _ceil(tokens * _ceil(self.shape.hidden, GATHER_COLUMNS), busy))
+        s.copy_items = k if tokens * k > busy else 1
+        s.act_items = min(4, _ceil(tokens * k, busy))
+        s.gather_items = min(3, _ceil(tokens * _ceil(self.shape.hidden, GATHER_COLUMNS), busy))
 
     def set_tokens(self, tokens: int) -> None:
         if not 0 < tokens <= self.max_tokens:

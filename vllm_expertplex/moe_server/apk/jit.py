@@ -9,9 +9,11 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -23,6 +25,7 @@ _FLAGS = [
     "-std=c++20", "-cubin", f"-gencode=arch={ARCH}", "-O3", "--expt-relaxed-constexpr",
     f"--diag-suppress={_SUPPRESSED}", "--ptxas-options=--register-usage-level=10,-v",
 ]  # fmt: skip
+UNROLLS = (4, 2)  # of the mainloop, the preferred first
 
 
 class KernelShape(msgspec.Struct, frozen=True):
@@ -48,11 +51,11 @@ class KernelShape(msgspec.Struct, frozen=True):
         if not 1 <= self.top_k <= 16:
             raise ValueError(f"top-k {self.top_k}; the kernel takes 1 to 16")
 
-    def defines(self) -> list[str]:
+    def defines(self, unroll: int) -> list[str]:
         values = {
             "HIDDEN": self.hidden, "INTERMEDIATE": self.intermediate, "EXPERTS": self.experts,
             "TOP_K": self.top_k, "MULTICAST": self.multicast, "CLAIM_AHEAD": self.claim_ahead,
-            "RASTER": self.raster, "DECODE_N": self.decode_n,
+            "RASTER": self.raster, "DECODE_N": self.decode_n, "UNROLL": unroll,
         }  # fmt: skip
         return [f"-DAPK_{k}={v}" for k, v in values.items()] + (["-DAPK_BF16"] if self.bf16 else [])
 
@@ -93,21 +96,41 @@ def cache_key(shape: KernelShape, version: str) -> str:
     digest = hashlib.sha256()
     for path in sorted([*sources().glob("apk/*.cu*"), *sources().glob("scheduler/*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update("\0".join([*_FLAGS, *shape.defines(), version]).encode())
+    digest.update("\0".join([*_FLAGS, *shape.defines(0), version]).encode())
     return digest.hexdigest()[:24]
 
 
-def compile_kernel(shape: KernelShape, out: Path, toolchain: Toolchain | None = None) -> str:
-    """Compiles to the cubin `out` and returns ptxas' resource report. Raises RuntimeError with the compiler's output."""
-    tools = toolchain or Toolchain.find()
+def spilled_bytes(report: str) -> int:
+    """Bytes that ptxas' report says the main kernel stores to local memory for want of registers."""
+    found = re.search(r"properties for expertplex_apk\n.*?(\d+) bytes spill stores", report, re.DOTALL)
+    if found is None:
+        raise RuntimeError(f"no resource usage of expertplex_apk in the compiler's report:\n{report}")
+    return int(found[1])
+
+
+def compile_kernel(shape: KernelShape, out: Path, unroll: int, tools: Toolchain) -> str:
+    """Compiles to the cubin `out`; returns ptxas' report. Raises RuntimeError with the compiler's output."""
     command = [
-        tools.nvcc, *_FLAGS, *shape.defines(), f"-I{tools.include}", f"-I{sources()}",
+        tools.nvcc, *_FLAGS, *shape.defines(unroll), f"-I{tools.include}", f"-I{sources()}",
         str(sources() / "apk" / "kernel.cu"), "-o", str(out),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"nvcc failed on the persistent kernel for {shape}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"nvcc failed on the persistent kernel, {shape}:\n{done.stderr[-4000:]}")
     return done.stderr
+
+
+def build_kernel(shape: KernelShape, out: Path, tools: Toolchain) -> int:
+    """Builds both unrollings of the mainloop at once and keeps the one with fewer spills, whose bytes it returns.
+
+    The mainloop needs nearly all registers there are, and which unrolling fits differs by shape.
+    """
+    with ThreadPoolExecutor(len(UNROLLS)) as pool:
+        paths = [out.with_suffix(f".{u}") for u in UNROLLS]
+        reports = pool.map(lambda pu: compile_kernel(shape, *pu, tools), zip(paths, UNROLLS, strict=True))
+        spills, best = min((spilled_bytes(r), i) for i, r in enumerate(reports))
+    paths[best].replace(out)
+    return spills
 
 
 def kernel_path(shape: KernelShape) -> Path:
@@ -118,6 +141,6 @@ def kernel_path(shape: KernelShape) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             built = Path(scratch) / "kernel.cubin"
-            compile_kernel(shape, built, tools)
+            build_kernel(shape, built, tools)
             built.replace(path)  # atomic: several servers may start at once
     return path

@@ -66,10 +66,12 @@ class PersistentKernel:
     def prepare(
         self, templates: Sequence[OperationTemplate], layers: Sequence[LayerWeights],
         arrivals: Sequence[tuple[int, int, structs.Operation]], budget: structs.Budget | None = None,
-        hold_ns: int = 0, quantum: int = 1 << 20, max_ms: int = 1000, trace: int = 0,
+        after: Sequence[int | None] | None = None,
+        hold_ns: int = 0, quantum: int = 1 << 20, max_ms: int = 1000, tile_ms: int = 100, trace: int = 0,
     ) -> FiniteRun:  # fmt: skip
-        """A run that submits each (ns after start, phase, operation) and ends when all are done."""
-        return FiniteRun(self, templates, layers, arrivals, budget, hold_ns, quantum, max_ms, trace)
+        """A run that submits each (ns after start, phase, operation) and ends when all are done. `after`: the
+        identity of an operation that must have ended before, per arrival."""
+        return FiniteRun(self, templates, layers, arrivals, budget, hold_ns, quantum, max_ms, tile_ms, trace, after)
 
 
 class FiniteRun:
@@ -78,14 +80,21 @@ class FiniteRun:
     def __init__(
         self, kernel: PersistentKernel, templates: Sequence[OperationTemplate], layers: Sequence[LayerWeights],
         arrivals: Sequence[tuple[int, int, structs.Operation]], budget: structs.Budget | None,
-        hold_ns: int, quantum: int, max_ms: int, trace: int,
+        hold_ns: int, quantum: int, max_ms: int, tile_ms: int, trace: int, after: Sequence[int | None] | None,
     ) -> None:  # fmt: skip
         k, device = kernel, kernel.device
         self.kernel, self.trace = kernel, trace
         self.n = len(arrivals)
         self._templates = to_device([t.struct for t in templates], device)
         self._layers = to_device([w.struct for w in layers], device)
-        self._arrivals = to_device([structs.Arrival(op, ns, phase) for ns, phase, op in arrivals], device)
+        waits = after or [None] * self.n
+        self._arrivals = to_device(
+            [
+                structs.Arrival(op, ns, phase, 0xFFFFFFFF if w is None else w)
+                for (ns, phase, op), w in zip(arrivals, waits, strict=True)
+            ],
+            device,
+        )
         self._trace = torch.zeros(k.clusters * trace * 4 + 1, dtype=torch.int64, device=device)
         self._traced = torch.zeros(k.clusters, dtype=torch.int32, device=device)
         all_sms = 2 * k.clusters
@@ -101,7 +110,7 @@ class FiniteRun:
             arrivals=self._arrivals.data_ptr(), times=self._times.data_ptr(),
             trace=self._trace.data_ptr() if trace else 0, trace_count=self._traced.data_ptr(),
             report=k._report.data_ptr(), heartbeat=k._words.data_ptr(), stop=k._words.data_ptr() + 64,
-            max_ns=max_ms * 1_000_000, tile_ns=100_000_000, n_arrivals=self.n, trace_capacity=trace,
+            max_ns=max_ms * 1_000_000, tile_ns=tile_ms * 1_000_000, n_arrivals=self.n, trace_capacity=trace,
         )  # fmt: skip
 
     def launch(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -109,7 +118,12 @@ class FiniteRun:
         k, on = self.kernel, stream or torch.cuda.current_stream()
         with torch.cuda.stream(on):
             self._live.copy_(self._initial)
+        k._words[8] = 0
         launch(k._main, 2 * k.clusters, THREADS, k.shared_bytes, on, self.arguments)
+
+    def stop(self, how: int = 2) -> None:
+        """From any thread: 1 ends the run once what is queued is done, 2 at the next tile boundary."""
+        self.kernel._words[8] = how
 
     def run(self) -> RunTimes:
         """Launches, waits, and returns the times. Raises KernelHang with the kernel's own report."""
@@ -125,7 +139,8 @@ class FiniteRun:
         r = structs.Report.from_buffer_copy(bytes(self.kernel._report.numpy().tobytes()))
         if r.reason:
             self.kernel._report.zero_()
-            stage = structs.STAGES[r.stage] if r.stage < len(structs.STAGES) else f"stage {r.stage}"
+            names = {**dict(enumerate(structs.STAGES)), structs.HANG: "hanging tile (test)"}
+            stage = names.get(r.stage, f"stage {r.stage}")
             raise KernelHang(
                 f"{REASONS.get(r.reason, r.reason)}: cluster {r.cluster}, phase {r.phase}, {stage}, "
                 f"layer {r.layer}, tile {r.ticket}, slot {r.slot}"

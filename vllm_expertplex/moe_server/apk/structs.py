@@ -10,6 +10,7 @@ TENSOR_MAP = c.c_uint8 * 128
 DECODE, PREFILL = 0, 1
 COUNT, COPY, GATE_UP, ACTIVATE, DOWN, GATHER = range(6)
 STAGES = ("scatter: count", "scatter: copy", "GateUp", "SiLU*mul + quantise", "Down", "gather")
+HANG = 7  # a tile that never ends, for testing the watchdog
 MAX_STAGES = 8
 
 
@@ -33,7 +34,7 @@ class Operation(_Struct):
 
 
 class Arrival(_Struct):
-    _fields_ = (("op", Operation), ("at_ns", U64), ("phase", U32))
+    _fields_ = (("op", Operation), ("at_ns", U64), ("phase", U32), ("after", U32))
 
 
 class Times(_Struct):
