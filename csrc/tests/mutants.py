@@ -42,10 +42,10 @@ MUTANTS = [
         "  t = unpack(fetch_add(slot.ticket, uint64_t{1}));\n  if (false) return",
     ),
     Mutant(
-        "claim: stage and ticket from different reads",
+        "claim: stage and limit from the earlier look",
         "queue.h",
-        "tile.stage = static_cast<uint8_t>(t.stage);",
-        "tile.stage = static_cast<uint8_t>(unpack(load_relaxed(slot.ticket)).stage);",
+        "t = unpack(fetch_add(slot.ticket, uint64_t{1}));",
+        "t.next = unpack(fetch_add(slot.ticket, uint64_t{1})).next;",
     ),
     Mutant(
         "claim: a source keeps its turn",
