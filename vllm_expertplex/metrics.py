@@ -70,3 +70,9 @@ MOE_BUSY_SECONDS = Metric(
     "counter",
     (*_SERVER, "phase"),
 )
+
+
+def backend_metric(name: str, help_text: str) -> Metric:
+    """A counter of a MoE server's backend; see `moe_server.backend.COUNTERS`."""
+    gauge = name.startswith("decode_share") or "longest" in name
+    return Metric(f"expertplex:{name}", help_text, "gauge" if gauge else "counter", _SERVER)

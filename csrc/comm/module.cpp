@@ -34,6 +34,13 @@ class BoardControl {
     result["busy_ns"] = board().busy_ns[p].load(std::memory_order_relaxed);
     return result;
   }
+  std::vector<uint64_t> backend_counters() const {
+    std::vector<uint64_t> values;
+    for (const auto& counter : board().backend) {
+      values.push_back(counter.load(std::memory_order_relaxed));
+    }
+    return values;
+  }
 
  private:
   Board& board() const { return mapping_.board(); }
@@ -89,7 +96,8 @@ NB_MODULE(_comm, m) {
       .def(nb::init<const std::string&, bool>(), nb::arg("path"), nb::arg("create"))
       .def("heartbeat_age_s", &BoardControl::heartbeat_age_s, "Seconds, or -1 before the first.")
       .def("stop", &BoardControl::stop)
-      .def("counters", &BoardControl::counters, nb::arg("phase"));
+      .def("counters", &BoardControl::counters, nb::arg("phase"))
+      .def("backend_counters", &BoardControl::backend_counters);
 
   nb::class_<SlotControl>(m, "Slot")
       .def(nb::init<const std::string&, const Shape&, bool>(), nb::arg("path"), nb::arg("shape"),
@@ -136,6 +144,7 @@ NB_MODULE(_comm, m) {
       .def("complete", &MoeEndpoint::complete, nb::arg("operation"), nb::arg("busy_ns"),
            nb::call_guard<nb::gil_scoped_release>())
       .def("beat", &MoeEndpoint::beat)
+      .def("report", &MoeEndpoint::report, nb::arg("counters"))
       .def_prop_ro("stopping", &MoeEndpoint::stopping)
       .def(
           "buffers",

@@ -61,6 +61,17 @@ class MoeEndpoint {
     beat();
   }
 
+  // Makes the backend's counters visible to the parent.
+  void report(const std::vector<uint64_t>& counters) {
+    if (counters.size() > kBackendCounters) {
+      throw std::invalid_argument(std::to_string(counters.size()) + " counters, room for " +
+                                  std::to_string(kBackendCounters));
+    }
+    for (size_t i = 0; i < counters.size(); ++i) {
+      board_.board().backend[i].store(counters[i], std::memory_order_relaxed);
+    }
+  }
+
   bool stopping() const { return board_.board().stop.load(std::memory_order_acquire) != 0; }
 
   void beat() { board_.board().heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed); }

@@ -25,8 +25,9 @@
 namespace expertplex {
 
 constexpr uint32_t kMagic = 0x58504C58;  // "XLPX"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr size_t kPage = 4096;
+constexpr size_t kBackendCounters = 32;
 
 // Shapes of one slot. `item` is the size in bytes of one activation element.
 struct Shape {
@@ -62,6 +63,8 @@ struct Board {
   Signal bell;  // any attention server -> MoE server: look at your slots
   alignas(64) std::atomic<uint64_t> heartbeat_ns;  // CLOCK_MONOTONIC of the last sign of life
   alignas(64) std::atomic<uint64_t> operations[2], tokens[2], busy_ns[2];  // by phase
+  // What the server's backend counts; the names of the values are the two sides' own business.
+  alignas(64) std::atomic<uint64_t> backend[kBackendCounters];
 };
 static_assert(sizeof(Board) <= kPage);
 

@@ -10,6 +10,26 @@ from typing import Protocol
 
 import torch
 
+# What a backend counts, as `expertplex:` metrics: (name, unit divisor, help).
+COUNTERS = (
+    ("tiles_decode", 1, "Tiles of decode operations."),
+    ("tiles_prefill", 1, "Tiles of prefill operations."),
+    ("preemptions", 1, "Times a worker left prefill for decode at a tile boundary."),
+    (
+        "preemption_seconds",
+        1e9,
+        "Time from urgent words to the last prefill tiles.",
+    ),
+    ("preemption_longest_seconds", 1e9, "The longest time from an urgent word to that tile."),
+    ("worker_idle_seconds", 1e9, "Time workers had nothing to do."),
+    ("worker_busy_seconds_decode", 1e9, "Time workers spent in decode tiles."),
+    ("worker_busy_seconds_prefill", 1e9, "Time workers spent in prefill tiles."),
+    ("weight_bytes_read", 1, "Bytes of expert weights read."),
+    ("coalesced_operations", 1, "Decode operations that ran as part of another."),
+    ("decode_share", 1, "Workers reserved for decode, q of the SM budget."),
+    ("decode_share_last", 1, "Workers the latest decode operation was given, q'."),
+)
+
 BLOCK = 128  # rows and columns under one FP8 block scale
 
 
@@ -59,6 +79,9 @@ class Backend(Protocol):
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start, or run, operations that became ready together; each layer's may be merged."""
+
+    def poll(self) -> list[int]:
+        """Raise what went wrong since the last call; else the values of `COUNTERS`, in order."""
 
     def close(self) -> None:
         """Stop within seconds; operations that did not finish stay unfinished."""

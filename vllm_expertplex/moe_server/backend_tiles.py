@@ -53,10 +53,16 @@ class TileOptions:
 class TilesBackend:
     """Computes operations with preemption. Takes the weights over: packs them in place.
 
-    Raises ValueError for shapes or dtypes that the tiles cannot do.
+    `activations` is the dtype of x in operations; None: what goes with the weights. ValueError,
+    weights untouched, for shapes or dtypes that the tiles cannot do.
     """
 
-    def __init__(self, layers: Sequence[ExpertWeights], options: TileOptions | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[ExpertWeights],
+        options: TileOptions | None = None,
+        activations: torch.dtype | None = None,
+    ) -> None:
         self._options = options = options or TileOptions()
         self._layers = list(layers)  # the engine keeps addresses only
         first = layers[0]
@@ -64,6 +70,11 @@ class TilesBackend:
         _check(layers)
         stored = first.w13.dtype
         self._dtype = torch.bfloat16 if stored is torch.float8_e4m3fn else stored
+        if activations not in (None, self._dtype):
+            raise ValueError(
+                f"activations are {activations}, but {stored} experts compute from {self._dtype} "
+                "in tiles"
+            )
         compute = _compute_dtype(stored)
         model = Model(
             self._hidden,
@@ -111,6 +122,29 @@ class TilesBackend:
     def check(self) -> None:
         """Raise RuntimeError as `submit` would: for when there is nothing to submit."""
         self._engine.check()
+
+    def poll(self) -> list[int]:
+        """Raise as `check` does; else the values of `backend.COUNTERS`."""
+        self.check()
+        totals, workers = self._engine.totals(), self._engine.workers()
+
+        def summed(name: str, phase: int | None = None) -> int:
+            return sum(w[name] if phase is None else w[name][phase] for w in workers)
+
+        return [
+            summed("tiles", PHASE_DECODE),
+            summed("tiles", PHASE_PREFILL),
+            summed("preemptions"),
+            summed("preempt_ns"),
+            max(w["preempt_max_ns"] for w in workers),
+            summed("idle_ns"),
+            summed("busy_ns", PHASE_DECODE),
+            summed("busy_ns", PHASE_PREFILL),
+            summed("weight_bytes", PHASE_DECODE) + summed("weight_bytes", PHASE_PREFILL),
+            totals["coalesced"],
+            totals["decode_share"],
+            totals["decode_share_last"],
+        ]
 
     def close(self) -> None:
         """Stop after the tiles that are being computed, and write the trace."""

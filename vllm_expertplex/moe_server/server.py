@@ -70,7 +70,8 @@ class MoeServer:
         start = time.monotonic()
         layers = _load(vllm_config, expert_map(vllm_config, layout).local_experts(me.rank))
         weights = list(layers.values())
-        self._backend = make_backend(me, config, weights)
+        dtype: Any = vllm_config.model_config.dtype
+        self._backend = make_backend(me, config, weights, dtype)
         shapes = [slot_shape(c) for c in vllm_configs]
         self._endpoint = MoeEndpoint(
             [slot_path(run_dir, source, me) for source in layout.attention_servers],
@@ -78,7 +79,6 @@ class MoeServer:
             board_path(run_dir, me),
             spin_us(config) * 1000,
         )
-        dtype: Any = vllm_config.model_config.dtype
         self._slots = [
             SlotTensors.of(self._endpoint, source, shape, dtype)
             for source, shape in enumerate(shapes)
@@ -100,10 +100,14 @@ class MoeServer:
         timeout_ns = int(_IDLE_BEAT_S * 1e9)
         try:
             with torch.inference_mode():
+                polled = 0
                 while not endpoint.stopping:
                     ready = endpoint.wait(timeout_ns)
                     if ready:
                         backend.submit([self._operation(op) for op in ready])
+                    if (now := time.monotonic_ns()) - polled >= timeout_ns:
+                        endpoint.report(backend.poll())
+                        polled = now
         finally:
             backend.close()
 
@@ -132,24 +136,32 @@ def threads(config: ExpertPlexConfig) -> int:
     return config.moe_threads or fair_share(config)
 
 
-def make_backend(me: Server, config: ExpertPlexConfig, layers: Sequence[ExpertWeights]) -> Backend:
-    """The configured backend over these layers; `auto` is the tile scheduler."""
-    if config.moe_backend == "torch":
-        from vllm_expertplex.moe_server.backend_torch import TorchBackend
+def make_backend(
+    me: Server, config: ExpertPlexConfig, layers: Sequence[ExpertWeights], dtype: torch.dtype
+) -> Backend:
+    """The configured backend over these layers, for activations of `dtype`.
 
-        torch.set_num_threads(threads(config))
-        return TorchBackend(layers)
-    from vllm_expertplex.moe_server.backend_tiles import TileOptions, TilesBackend
+    `auto` is the tile scheduler wherever it can compute the layers.
+    """
+    if config.moe_backend != "torch":
+        from vllm_expertplex.moe_server.backend_tiles import TileOptions, TilesBackend
 
-    torch.set_num_threads(1)  # the backend has worker threads of its own
-    return TilesBackend(
-        layers,
-        TileOptions(
+        torch.set_num_threads(1)  # the backend has worker threads of its own
+        options = TileOptions(
             workers=threads(config),
             deadline_s=config.moe_timeout_s,
             trace=config.trace and trace_file(config.trace, me),
-        ),
-    )
+        )
+        try:
+            return TilesBackend(layers, options, dtype)
+        except ValueError as error:
+            if config.moe_backend == "tiles":
+                raise
+            logger.warning("%s: %s. Serving with the slower torch backend", me.name, error)
+    from vllm_expertplex.moe_server.backend_torch import TorchBackend
+
+    torch.set_num_threads(threads(config))
+    return TorchBackend(layers)
 
 
 def trace_file(path: str, me: Server) -> str:

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from vllm_expertplex import metrics
 from vllm_expertplex.client.core_client import ExpertPlexClient
 from vllm_expertplex.layout import PHASES
+from vllm_expertplex.moe_server.backend import COUNTERS
 
 _client: ExpertPlexClient | None = None
 
@@ -148,6 +149,12 @@ class _Collector:
         ]
         yield each(metrics.MOE_OPERATIONS, ((key, c["operations"]) for key, c in counters))
         yield each(metrics.MOE_BUSY_SECONDS, ((key, c["busy_ns"] * 1e-9) for key, c in counters))
+        values = [((s.role, s.rank), board.backend_counters()) for s, board in boards]
+        for index, (name, divisor, text) in enumerate(COUNTERS):
+            yield each(
+                metrics.backend_metric(name, text),
+                ((key, counted[index] / divisor) for key, counted in values),
+            )
 
     def _remote_layers(self, each: Any) -> Iterator[Metric]:
         deployment = self._client.deployment
