@@ -237,22 +237,25 @@ __device__ __forceinline__ void gather_tile(const TileMessage& m, const Template
         }
         known = token;
         const __nv_bfloat16* down = static_cast<const __nv_bfloat16*>(op.down);
+        uint4 v[2][kTopK];  // all loads in flight before the first use
+#pragma unroll
+        for (uint32_t k = 0; k < kTopK; ++k) {
+            const uint32_t from = __shfl_sync(~0u, row, k);
+#pragma unroll
+            for (uint32_t j = 0; j < 2; ++j) {
+                v[j][k] = uint4{};
+                if (from != kNoRow && begin + j * 256 < kHidden)
+                    v[j][k] = __ldcg(reinterpret_cast<const uint4*>(down + static_cast<size_t>(from) * kHidden + begin + j * 256));
+            }
+        }
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
             const uint32_t c = begin + j * 256;
-            uint4 v[kTopK];  // all loads in flight before the first use
-#pragma unroll
-            for (uint32_t k = 0; k < kTopK; ++k) {
-                const uint32_t from = __shfl_sync(~0u, row, k);
-                v[k] = uint4{};
-                if (from != kNoRow && c < kHidden)
-                    v[k] = __ldcg(reinterpret_cast<const uint4*>(down + static_cast<size_t>(from) * kHidden + c));
-            }
             float sum[8] = {};
 #pragma unroll
             for (uint32_t k = 0; k < kTopK; ++k) {
                 const float w = __shfl_sync(~0u, weight, k);
-                const auto* v2 = reinterpret_cast<const __nv_bfloat162*>(&v[k]);
+                const auto* v2 = reinterpret_cast<const __nv_bfloat162*>(&v[j][k]);
 #pragma unroll
                 for (uint32_t i = 0; i < 4; ++i) {
                     const float2 f = __bfloat1622float2(v2[i]);
