@@ -29,23 +29,23 @@ def serve(args: argparse.Namespace) -> None:
     config = options.check(args)
     options.apply(args, config)
     _set_thread_environment(config)
-    with run_directory():
-        # asyncio would turn a Ctrl-C during start-up into a cancellation that waits until all
-        # servers have loaded. vLLM replaces this one once it serves, and SIGTERM's earlier.
-        signal.signal(signal.SIGINT, _interrupt)
-        signal.signal(signal.SIGTERM, _interrupt)
-        try:
+    # asyncio would turn a Ctrl-C during start-up into a cancellation that waits until all servers
+    # have loaded. vLLM replaces this one once it serves, and SIGTERM's earlier.
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with run_directory():
             ServeSubcommand.cmd(args)
-        except KeyboardInterrupt:
-            raise SystemExit(130) from None
-        except DeploymentError as error:
-            _end(str(error))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            _end(f"port {args.port} is in use; choose another with --port")
-        if reason := status.failure():
-            _end(reason)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except DeploymentError as error:
+        _end(str(error))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        _end(f"port {args.port} is in use; choose another with --port")
+    if reason := status.failure():
+        _end(reason)
 
 
 def _interrupt(*_: object) -> None:

@@ -28,16 +28,19 @@ def run_directory() -> Iterator[Path]:
     parent = _parent()
     cleanup.remove_stale_runs(parent, _PREFIX)
     run_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
-    (run_dir / "owner").write_text(f"{os.getpid()} {cleanup.start_time(os.getpid())}")
-    os.environ[ENV_RUN_DIR] = str(run_dir)
-    # vLLM's own sockets go there too, so that they disappear with it.
-    os.environ["VLLM_RPC_BASE_PATH"] = str(run_dir)
-    watcher = guardian.start(run_dir, ENV_RUN_DIR)
-    try:
+    watcher = None
+    try:  # a signal may come at any time from here on
+        (run_dir / "owner").write_text(f"{os.getpid()} {cleanup.start_time(os.getpid())}")
+        os.environ[ENV_RUN_DIR] = str(run_dir)
+        # vLLM's own sockets go there too, so that they disappear with it.
+        os.environ["VLLM_RPC_BASE_PATH"] = str(run_dir)
+        watcher = guardian.start(run_dir, ENV_RUN_DIR)
         yield run_dir
     finally:
         cleanup.end_run(run_dir, ENV_RUN_DIR, exclude={os.getpid()}, trackers=False)
-        del os.environ[ENV_RUN_DIR], os.environ["VLLM_RPC_BASE_PATH"]
-        assert watcher.stdin is not None
-        watcher.stdin.close()
-        watcher.wait(timeout=10)
+        os.environ.pop(ENV_RUN_DIR, None)
+        os.environ.pop("VLLM_RPC_BASE_PATH", None)
+        if watcher is not None:
+            assert watcher.stdin is not None
+            watcher.stdin.close()
+            watcher.wait(timeout=10)
