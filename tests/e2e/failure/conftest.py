@@ -17,7 +17,7 @@ from tests.e2e import server as e2e
 from tests.e2e.failure.footprint import Footprint
 from tests.e2e.models import checkpoint
 
-START_DEADLINE_S = 200.0
+START_DEADLINE_S = 300.0
 
 
 class Deployment:

@@ -61,7 +61,7 @@ class Footprint:
                 f"the serve process still runs after {deadline_s:g} s; {self._server.errors()}"
             )
             self.note()
-            time.sleep(0.1)
+            time.sleep(0.4)
         return code
 
     def left(self, grace_s: float = 5.0) -> list[str]:
