@@ -150,6 +150,7 @@ def corrupted(model: Path, out: Path) -> Path:
     return out
 
 
+@slow
 def test_a_checkpoint_that_cannot_be_read_fails_the_start_by_name(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
@@ -183,9 +184,8 @@ def await_servers(deployment: Deployment, word: str | None = None) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)], ids=["term", "int"]
-)
+@slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_servers_load_ends_the_start(
     start: Start, model: Path, number: signal.Signals
 ) -> None:
