@@ -54,6 +54,19 @@ class Client:
         self.session, self.url, self.model, self.vocab = session, url.rstrip("/"), model, vocab
         self._rng = np.random.default_rng(17)
 
+    async def ready(self, seconds: float = 120.0) -> None:
+        """Wait for /health. Raises SystemExit naming the server when it does not answer."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                async with self.session.get(f"{self.url}/health") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(1.0)
+        raise SystemExit(f"{self.url}/health: no healthy server in {seconds:.0f} s; start it first")
+
     async def complete(self, inputs: int, outputs: int) -> Reply:
         body = {
             "model": self.model,
@@ -164,6 +177,7 @@ async def validate(args: argparse.Namespace) -> list[Row]:
     batches = [int(b) for b in args.batches.split(",")]
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         client = Client(session, args.url, args.served_name or args.model, given.model.vocab)
+        await client.ready()
         with Progress(console=console, transient=True) as bar:
             calibration = await calibrate(client, args.longest, batches, bar)
         for name, value in calibration.table:

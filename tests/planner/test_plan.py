@@ -16,6 +16,9 @@ def run(*words: str) -> int:
     return cli.run(parser.parse_args(list(words)))
 
 
+COARSE = ("--set", "sm_step=33")  # few SM budgets, for tests that search many times
+
+
 def test_a_plan_file_reads_back(tmp_path, capsys) -> None:
     path = str(tmp_path / "plan.json")
     assert run("minimax-m2.7", "--gpu", "h800", "--output", path) == 0
@@ -58,22 +61,22 @@ def test_every_assumption_has_its_reason() -> None:
     ],
 )
 def test_impossible_inputs_say_what_would_do(words, expected, capsys) -> None:
-    assert run(*words) == 1
+    assert run(*words, *COARSE) == 1
     assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("target", "asked"), [("tpot", "0.004"), ("ttft", "0.01")])
 def test_the_floor_it_names_is_the_floor(target, asked, capsys) -> None:
-    assert run("minimax-m2.7", f"--{target}", asked) == 1
+    assert run("minimax-m2.7", f"--{target}", asked, *COARSE) == 1
     named = capsys.readouterr().err.split(f"a {target.upper()} of ")[1].split(" s")[0]
-    assert run("minimax-m2.7", f"--{target}", named, "--brief") == 0
-    assert run("minimax-m2.7", f"--{target}", str(float(named) * 0.97), "--brief") == 1
+    assert run("minimax-m2.7", f"--{target}", named, "--brief", *COARSE) == 0
+    assert run("minimax-m2.7", f"--{target}", str(float(named) * 0.97), "--brief", *COARSE) == 1
 
 
 def test_the_gpu_count_it_names_is_enough(capsys) -> None:
     assert run("glm-5.1-fp8", "--gpu", "h800", "--ttft", "5", "--tpot", "0.1") == 1
     needed = capsys.readouterr().err.split("at least ")[1].split(" ")[0]
-    words = ["glm-5.1-fp8", "--gpu", "h800", "--ttft", "5", "--tpot", "0.1", "--brief"]
+    words = ["glm-5.1-fp8", "--gpu", "h800", "--ttft", "5", "--tpot", "0.1", "--brief", *COARSE]
     assert run(*words, "--gpus", needed) == 0
     assert run(*words, "--gpus", str(int(needed) - 1)) == 1
 
