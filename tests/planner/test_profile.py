@@ -81,6 +81,7 @@ def test_the_planner_plans_on_a_measured_profile(tiny) -> None:
     folder, path = tiny
     given_ = setting(folder, "h200", "64/16", 5, 1, profile=path)
     assert given_.kernels.source.startswith("measured")
+    assert given_.assumptions.masked_tile == read_profile(path).decode_tile
     load = MoeLoad(np.array([4.0, 40.0]), np.array([4.0, 8.0]), np.array([8.0, 600.0]))
     times = given_.kernels.routed_experts("decode", load, 1.0)
     assert times[1] >= times[0] > 0

@@ -7,6 +7,8 @@ simulator's commands share it. Must not know: search, output.
 import argparse
 from typing import NamedTuple
 
+import msgspec
+
 from vllm_expertplex.planner import assumptions as assume
 from vllm_expertplex.planner import hardware
 from vllm_expertplex.planner.assumptions import Assumptions
@@ -74,6 +76,11 @@ def setting(
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
     load = load_workload(workload) if isinstance(workload, str) else workload
     values = assumptions or Assumptions()
+    measured = read_profile(profile) if profile else None
+    if measured:  # its coefficients are for tiles of its heights
+        values = msgspec.structs.replace(
+            values, contiguous_tile=measured.prefill_tile, masked_tile=measured.decode_tile
+        )
     if histogram:
         routing = Routing(
             read_histogram(histogram, spec.experts), spec.top_k, f"measured histogram {histogram}"
@@ -86,8 +93,8 @@ def setting(
         )
     roofline = Roofline(spec, device, values)
     kernels: Kernels = roofline
-    if profile:
-        kernels = ProfiledKernels(read_profile(profile), spec, roofline)
+    if measured:
+        kernels = ProfiledKernels(measured, spec, roofline)
     return Setting(spec, device, load, Targets(ttft, tpot), values, routing, kernels)
 
 
