@@ -143,6 +143,13 @@ class Server:
             self._shm |= {Path(path) for path in re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE)}
 
 
+def exit_on_sigterm() -> None:
+    """Make SIGTERM (a `timeout`, a cancelled CI job) end this process as Ctrl-C does: its servers
+    are then ended too, instead of living on.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago."""
     with socket.socket() as probe:

@@ -16,7 +16,7 @@ from rich.console import Console
 from vllm_expertplex.layout import Layout
 
 from ..models import MODELS, checkpoint
-from ..server import ServerError, serve
+from ..server import ServerError, exit_on_sigterm, serve
 from . import report
 from .suite import Answers, batch_invariant, judge, nonsense, requests, run
 
@@ -29,6 +29,7 @@ DTYPES = ("bfloat16", "float32")
 def main() -> int:
     """Returns 0 when every answer was equal, 1 when one differed, 2 when a server failed."""
     args = _parse()
+    exit_on_sigterm()
     rows: list[report.Row] = []
     failed = False
     for model in args.models:
@@ -39,8 +40,8 @@ def main() -> int:
                 failed = True
                 print(f"{model} {dtype}: {error}", file=sys.stderr)
     report.show(rows)
-    everything = report.save(rows, WORK / "results.json")
-    if not args.no_docs:
+    if rows and not args.no_docs:
+        everything = report.save([], WORK / "results.json")
         (ROOT / "docs" / "parity.md").write_text(report.markdown(everything))
     return 2 if failed else int(not all(row.passed for row in rows))
 
@@ -90,6 +91,7 @@ def _pair(model: str, dtype: str, layouts: list[str], rows: list[report.Row]) ->
                 start_s=start_s,
             )
         )
+        report.save(rows, WORK / "results.json")
 
 
 def _answers(
