@@ -1,4 +1,6 @@
-"""What the kernel's benchmarks share: random operands, a float64 check, timing by graph replay, results as a table."""
+"""What the kernel's benchmarks share: random operands, a float64 check, timing by graph replay,
+results as a table.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,16 @@ def random_scales(*shape: int) -> torch.Tensor:
 
 
 def gemm_error(
-    out: torch.Tensor, a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor,
-    expert_rows: list[tuple[int, int]], samples: int = 48,
-) -> float:  # fmt: skip
-    """||out - ref|| / ||ref|| in float64 over sampled rows of every expert, all columns. a [R, k], sfa [k/128, R],
+    out: torch.Tensor,
+    a: torch.Tensor,
+    sfa: torch.Tensor,
+    b: torch.Tensor,
+    sfb: torch.Tensor,
+    expert_rows: list[tuple[int, int]],
+    samples: int = 48,
+) -> float:
+    """||out - ref|| / ||ref|| in float64 over sampled rows of every expert, all columns. a [R, k],
+    sfa [k/128, R],
     b [E, n, k], sfb [E, n/128, k/128]; `expert_rows`: (first row, rows) per expert."""
     wrong = right = 0.0
     for e, (first, count) in enumerate(expert_rows):
@@ -85,20 +93,43 @@ def report(benchmark: str, rows: list[dict], path: Path | None) -> None:
         table.add_column(column)
     for r in rows:
         cells = [r.get(c) for c in ("name", "unit", "floor", "ours", "peer", "peer_name", "ratio")]
-        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x if x is not None else "") for x in cells))
+        table.add_row(
+            *(
+                f"{x:.4g}" if isinstance(x, float) else str(x if x is not None else "")
+                for x in cells
+            )
+        )
     Console(width=150).print(table)
     if path:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
         result = {
-            "benchmark": benchmark, "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
-            "commit": commit, "command": "python " + " ".join(sys.argv), "rows": rows,
-        }  # fmt: skip
+            "benchmark": benchmark,
+            "date": datetime.date.today().isoformat(),
+            "device": torch.cuda.get_device_name(),
+            "commit": commit,
+            "command": "python " + " ".join(sys.argv),
+            "rows": rows,
+        }
         path.write_text(json.dumps(result, indent=1))
 
 
-def row(name: str, unit: str, ours: float, peer: float | None = None, peer_name: str = "", floor: float | None = None) -> dict:
+def row(
+    name: str,
+    unit: str,
+    ours: float,
+    peer: float | None = None,
+    peer_name: str = "",
+    floor: float | None = None,
+) -> dict:
     """`ratio` is ours / peer."""
     return {
-        "name": name, "unit": unit, "ours": ours, "peer": peer, "peer_name": peer_name,
-        "ratio": ours / peer if peer else None, "floor": floor,
-    }  # fmt: skip
+        "name": name,
+        "unit": unit,
+        "ours": ours,
+        "peer": peer,
+        "peer_name": peer_name,
+        "ratio": ours / peer if peer else None,
+        "floor": floor,
+    }

@@ -1,5 +1,7 @@
-"""Fig. 15: how long a cluster runs between two points at which it can be preempted, for each of the six stages, and
-how long decode then waits: from the urgent word to its first tile, and to the first tile of the last cluster it is
+"""Fig. 15: how long a cluster runs between two points at which it can be preempted, for each of
+the six stages, and
+how long decode then waits: from the urgent word to its first tile, and to the first tile of the
+last cluster it is
 given. M2.7 shapes, 8 experts, every token routed to all of them.
     python benchmarks/apk/fig15.py --json benchmarks/results/apk_fig15-h200.json
 """
@@ -46,30 +48,49 @@ def intervals(kernel: PersistentKernel, layers: list, tokens: int, rows: list[di
                 between[t.stage].append((t.began - before.began) / 1e3)
             latest[t.cluster] = t
     for stage, name in enumerate(structs.STAGES):
-        # A stage with one tile per cluster has no two boundaries: its tile with publication bounds the interval.
+        # One tile per cluster has no two boundaries: its time to publication bounds the interval.
         times = between[stage] or whole[stage]
-        r = row(f"{name}, {tokens} rows per expert: p99", "us", percentile(times, 99), PAPER_US, "paper, all stages")
-        r |= {"median": statistics.median(times), "max": max(times), "intervals": len(between[stage])}
+        r = row(
+            f"{name}, {tokens} rows per expert: p99",
+            "us",
+            percentile(times, 99),
+            PAPER_US,
+            "paper, all stages",
+        )
+        r |= {
+            "median": statistics.median(times),
+            "max": max(times),
+            "intervals": len(between[stage]),
+        }
         r |= {"tile_to_publication_p99": percentile(whole[stage], 99)}
         rows.append(r)
 
 
-def waits(kernel: PersistentKernel, layers: list, tokens: int, arrivals: int, rows: list[dict]) -> None:
+def waits(
+    kernel: PersistentKernel, layers: list, tokens: int, arrivals: int, rows: list[dict]
+) -> None:
     """Decode (64 tokens, half the SMs) arrives while a prefill operation runs."""
     prefill = OperationTemplate(kernel.shape, tokens, True, kernel.device)
     decode = OperationTemplate(kernel.shape, 64, False, kernel.device)
     fill(prefill, tokens)
     fill(decode, 64)
     budget = structs.Budget(2 * (kernel.clusters // 2), 2 * kernel.clusters, 8, 2)
-    alone = kernel.prepare([decode], layers, [(0, structs.DECODE, decode.operation(0, 0, x_moe=8))], budget)
+    alone = kernel.prepare(
+        [decode], layers, [(0, structs.DECODE, decode.operation(0, 0, x_moe=8))], budget
+    )
     t = [x[2] - x[0] for x in (alone.run().operations[0] for _ in range(9))]
     alone_us = statistics.median(t) / 1e3
-    base = kernel.prepare([prefill], layers, [(0, structs.PREFILL, prefill.operation(0, 0))], budget)
+    base = kernel.prepare(
+        [prefill], layers, [(0, structs.PREFILL, prefill.operation(0, 0))], budget
+    )
     span = statistics.median([x[2] - x[0] for x in (base.run().operations[0] for _ in range(5))])
     first, last, total, slow = [], [], [], []
     for n in range(arrivals):
         at = int(span * (0.05 + 0.85 * n / arrivals))
-        ops = [(0, structs.PREFILL, prefill.operation(0, 0, layer=0)), (at, structs.DECODE, decode.operation(1, 1, layer=1, x_moe=8))]
+        ops = [
+            (0, structs.PREFILL, prefill.operation(0, 0, layer=0)),
+            (at, structs.DECODE, decode.operation(1, 1, layer=1, x_moe=8)),
+        ]
         run = kernel.prepare([prefill, decode], layers, ops, budget, hold_ns=20_000, trace=4096)
         times = run.run()
         submitted, _, done = times.operations[1]
@@ -82,15 +103,51 @@ def waits(kernel: PersistentKernel, layers: list, tokens: int, arrivals: int, ro
         last.append(max(share) / 1e3)
         total.append((done - submitted) / 1e3)
         slow.append((times.operations[0][2] - times.operations[0][0]) / 1e3)
-    rows.append(row(f"urgent word to first decode tile, prefill {tokens} rows per expert, p50", "us", percentile(first, 50)))
-    rows.append(row(f"urgent word to first decode tile, prefill {tokens} rows per expert, p99", "us", percentile(first, 99)))
-    rows.append(row(f"urgent word to last cluster's first decode tile, {tokens}, p50", "us", percentile(last, 50)))
-    rows.append(row(f"decode operation beside prefill {tokens}, p50", "us", percentile(total, 50), alone_us, "alone"))
-    rows.append(row(f"prefill operation of {tokens} with one decode operation inside", "us", statistics.median(slow), span / 1e3, "alone"))
+    rows.append(
+        row(
+            f"urgent word to first decode tile, prefill {tokens} rows per expert, p50",
+            "us",
+            percentile(first, 50),
+        )
+    )
+    rows.append(
+        row(
+            f"urgent word to first decode tile, prefill {tokens} rows per expert, p99",
+            "us",
+            percentile(first, 99),
+        )
+    )
+    rows.append(
+        row(
+            f"urgent word to last cluster's first decode tile, {tokens}, p50",
+            "us",
+            percentile(last, 50),
+        )
+    )
+    rows.append(
+        row(
+            f"decode operation beside prefill {tokens}, p50",
+            "us",
+            percentile(total, 50),
+            alone_us,
+            "alone",
+        )
+    )
+    rows.append(
+        row(
+            f"prefill operation of {tokens} with one decode operation inside",
+            "us",
+            statistics.median(slow),
+            span / 1e3,
+            "alone",
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     h, i = MODELS["M2.7"]

@@ -1,6 +1,8 @@
-"""The whole MoE layer: all six stages in the persistent kernel, where its time goes, and a bound on any unfused path.
+"""The whole MoE layer: all six stages in the persistent kernel, where its time goes, and a bound
+on any unfused path.
 
-The peer is DeepGEMM's two grouped GEMMs alone, back to back in a CUDA graph, without the permute, activation and
+The peer is DeepGEMM's two grouped GEMMs alone, back to back in a CUDA graph, without the permute,
+activation and
 unpermute kernels that an unfused path adds: a lower bound on such a path.
     python benchmarks/apk/layer.py --json benchmarks/results/apk_layer-h200.json
 """
@@ -24,7 +26,9 @@ from vllm_expertplex.moe_server.apk.kernel import PersistentKernel
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     h, i = MODELS["M2.7"]
@@ -35,14 +39,25 @@ def main() -> None:
         op = OperationTemplate(shape, tokens, wide, kernel.device)
         fill(op, tokens)
         phase = structs.PREFILL if wide else structs.DECODE
-        runs = [kernel.prepare([op], layers, [(0, phase, op.operation(0, 0, layer=n, x_moe=8))], trace=4096) for n in range(4)]
+        runs = [
+            kernel.prepare(
+                [op], layers, [(0, phase, op.operation(0, 0, layer=n, x_moe=8))], trace=4096
+            )
+            for n in range(4)
+        ]
         results = [r.run() for r in runs * 3]
         inside = statistics.median((r.operations[0][2] - r.operations[0][0]) / 1e3 for r in results)
         spans = []
         for stage in range(6):
             tiles = [[t for t in r.tiles if t.stage == stage] for r in results]
-            begin = statistics.median((min(t.began for t in ts) - r.operations[0][0]) / 1e3 for ts, r in zip(tiles, results, strict=True))
-            end = statistics.median((max(t.ended for t in ts) - r.operations[0][0]) / 1e3 for ts, r in zip(tiles, results, strict=True))
+            begin = statistics.median(
+                (min(t.began for t in ts) - r.operations[0][0]) / 1e3
+                for ts, r in zip(tiles, results, strict=True)
+            )
+            end = statistics.median(
+                (max(t.ended for t in ts) - r.operations[0][0]) / 1e3
+                for ts, r in zip(tiles, results, strict=True)
+            )
             spans.append((begin, end))
         capacity = -(-tokens // 128) * 128
         launches = []
@@ -53,14 +68,18 @@ def main() -> None:
                 out = torch.empty(8 * capacity, n_, dtype=torch.bfloat16, device="cuda")
                 weights = layers[n].weights[g].view(-1, k_), layers[n].scales[g]
                 if wide:
-                    layout = torch.arange(8, device="cuda", dtype=torch.int32).repeat_interleave(capacity)
+                    layout = torch.arange(8, device="cuda", dtype=torch.int32).repeat_interleave(
+                        capacity
+                    )
                     config = Config(n_, k_, 8, False, 128, 192, 4, 2)
                     sfa, m = random_scales(k_ // 128, 8 * capacity), 8 * capacity
                 else:
                     layout = torch.full((8,), tokens, device="cuda", dtype=torch.int32)
                     config = Config(n_, k_, 8, True, 64, 128, 8, 1)
                     sfa, m = random_scales(8 * k_ // 128, capacity), capacity
-                launches.append(peer(config).bind(a, sfa, weights[0], weights[1], out, layout, m).launch)
+                launches.append(
+                    peer(config).bind(a, sfa, weights[0], weights[1], out, layout, m).launch
+                )
 
         def work(launches: list = launches) -> None:
             for go in launches:
@@ -68,10 +87,24 @@ def main() -> None:
 
         theirs = graph_us(work, repeats=1) / 4
         floor = max(6.0 * 8 * tokens * h * i / FP8_TFLOPS / 1e6, 8 * 3 * h * i / HBM_TBPS / 1e6)
-        r = row(f"M2.7 layer, 8 experts, {tokens} tokens, {'prefill' if wide else 'decode'}", "us", inside, theirs, "DeepGEMM, two GEMMs only", floor)
+        r = row(
+            f"M2.7 layer, 8 experts, {tokens} tokens, {'prefill' if wide else 'decode'}",
+            "us",
+            inside,
+            theirs,
+            "DeepGEMM, two GEMMs only",
+            floor,
+        )
         r["stages"] = {structs.STAGES[n]: s for n, s in enumerate(spans)}
         rows.append(r)
-        print(r["name"], " ".join(f"{structs.STAGES[n].split(':')[-1].strip()} {b:.1f}-{e:.1f}" for n, (b, e) in enumerate(spans)), flush=True)
+        print(
+            r["name"],
+            " ".join(
+                f"{structs.STAGES[n].split(':')[-1].strip()} {b:.1f}-{e:.1f}"
+                for n, (b, e) in enumerate(spans)
+            ),
+            flush=True,
+        )
     report("apk_layer", rows, args.json)
 
 

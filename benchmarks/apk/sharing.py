@@ -1,7 +1,10 @@
-"""Fig. 11/12: decode and prefill on one GPU: the persistent kernel against CUDA stream priority and Green Context.
+"""Fig. 11/12: decode and prefill on one GPU: the persistent kernel against CUDA stream priority
+and Green Context.
 
-GLM-5.1 GateUp, 8 experts. Decode is launched 10 us after prefill. Two readings of the paper's shapes: 8,192 and 128
-rows per expert, or in total. Each way is compared with its own kernels alone on the GPU ("exclusive").
+GLM-5.1 GateUp, 8 experts. Decode is launched 10 us after prefill. Two readings of the paper's
+shapes: 8,192 and 128
+rows per expert, or in total. Each way is compared with its own kernels alone on the GPU
+("exclusive").
     python benchmarks/apk/sharing.py --json benchmarks/results/apk_sharing-h200.json
 """
 
@@ -16,7 +19,7 @@ from pathlib import Path
 import torch
 from common import MODELS, random_scales, report, row
 from cuda.bindings import driver as cu
-from deepgemm import Config
+from deepgemm import Config, DeepGemm
 from fig13 import fill, make_layers, peer
 
 from vllm_expertplex.moe_server.apk import structs
@@ -26,7 +29,8 @@ from vllm_expertplex.moe_server.apk.jit import KernelShape, Toolchain, cache_dir
 from vllm_expertplex.moe_server.apk.kernel import PersistentKernel
 
 _HELPERS = """
-extern "C" __global__ void stamp(unsigned long long* t) { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(*t)); }
+extern "C" __global__ void stamp(unsigned long long* t) { asm volatile("mov.u64 %0, %%globaltimer;"
+: "=l"(*t)); }
 extern "C" __global__ void delay(unsigned long long ns) {
   unsigned long long a, b; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a));
   do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(b)); while (b - a < ns); }
@@ -41,16 +45,30 @@ class Helpers:
         cubin = cache_dir() / "sharing-helpers.cubin"
         if not cubin.exists():
             cubin.with_suffix(".cu").write_text(_HELPERS)
-            command = [Toolchain.find().nvcc, "-cubin", "-arch=sm_90", str(cubin.with_suffix(".cu")), "-o", str(cubin)]
+            command = [
+                Toolchain.find().nvcc,
+                "-cubin",
+                "-arch=sm_90",
+                str(cubin.with_suffix(".cu")),
+                "-o",
+                str(cubin),
+            ]
             subprocess.run(command, check=True)
-        library = check(cu.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0), "loading helpers")
-        self._kernels = {n: check(cu.cuLibraryGetKernel(library, n.encode()), n) for n in ("stamp", "delay")}
+        library = check(
+            cu.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0), "loading helpers"
+        )
+        self._kernels = {
+            n: check(cu.cuLibraryGetKernel(library, n.encode()), n) for n in ("stamp", "delay")
+        }
 
     def launch(self, name: str, value: int, stream: int) -> None:
         argument = ctypes.c_uint64(value)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         kernel = cu.CUfunction(int(self._kernels[name]))
-        check(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, ctypes.addressof(pointers), 0), name)
+        check(
+            cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, ctypes.addressof(pointers), 0),
+            name,
+        )
 
 
 class Pair:
@@ -65,7 +83,9 @@ class Pair:
             helpers.launch(name, 0 if name == "delay" else self.times.data_ptr(), 0)
 
     def run(self, prefill: tuple | None, decode: tuple | None) -> tuple[float, float]:
-        """Each is (launch(stream), stream, context or None). Returns microseconds of prefill and decode."""
+        """Each is (launch(stream), stream, context or None). Returns microseconds of prefill and
+        decode.
+        """
         self.gate.zero_()
         torch.cuda.synchronize()
         primary = check(cu.cuCtxGetCurrent(), "current context")
@@ -89,7 +109,9 @@ class Pair:
         t = self.times.tolist()
         return (t[1] - t[0]) / 1e3, (t[3] - t[2]) / 1e3
 
-    def median(self, prefill: tuple | None, decode: tuple | None, n: int = 9) -> tuple[float, float]:
+    def median(
+        self, prefill: tuple | None, decode: tuple | None, n: int = 9
+    ) -> tuple[float, float]:
         for work in (prefill, decode):
             if work is not None:  # loads the kernel, as above
                 if work[2] is not None:
@@ -103,7 +125,12 @@ class Pair:
         return statistics.median(r[0] for r in runs), statistics.median(r[1] for r in runs)
 
 
-def apk(kernel: PersistentKernel, templates: list[OperationTemplate], layers: list[LayerWeights], budgets: list[int]) -> dict:
+def apk(
+    kernel: PersistentKernel,
+    templates: list[OperationTemplate],
+    layers: list[LayerWeights],
+    budgets: list[int],
+) -> dict:
     """Exclusive and contended times by decode's budget in SMs."""
     prefill, decode = templates
     x = sum(-(-r // 64) for r in [decode.rows_per_expert] * 8)
@@ -111,10 +138,20 @@ def apk(kernel: PersistentKernel, templates: list[OperationTemplate], layers: li
     def once(p: bool, d: bool, q: int) -> tuple[float, float]:
         arrivals, used = [], []
         if p:
-            arrivals.append((0, structs.PREFILL, prefill.gemm_operation(0, 0, structs.GATE_UP, layer=0)))
+            arrivals.append(
+                (0, structs.PREFILL, prefill.gemm_operation(0, 0, structs.GATE_UP, layer=0))
+            )
         if d:
-            arrivals.append((DELAY_US * 1000, structs.DECODE, decode.gemm_operation(1, len(arrivals), structs.GATE_UP, layer=1, x_moe=x)))
-        run = kernel.prepare(templates, layers, arrivals, structs.Budget(q, 2 * kernel.clusters, x, 2))
+            arrivals.append(
+                (
+                    DELAY_US * 1000,
+                    structs.DECODE,
+                    decode.gemm_operation(1, len(arrivals), structs.GATE_UP, layer=1, x_moe=x),
+                )
+            )
+        run = kernel.prepare(
+            templates, layers, arrivals, structs.Budget(q, 2 * kernel.clusters, x, 2)
+        )
         results = [[(c - a) / 1e3 for a, _, c in run.run().operations] for _ in range(9)]
         used = [statistics.median(column) for column in zip(*results, strict=True)]
         return (used[0] if p else 0.0, used[-1] if d else 0.0)
@@ -131,24 +168,57 @@ def green_streams(sms: int) -> list[tuple[int, int, int]]:
     device = check(cu.cuDeviceGet(0), "device")
     kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     everything = check(cu.cuDeviceGetDevResource(device, kind), "SM resource")
-    groups, count, rest = check(cu.cuDevSmResourceSplitByCount(1, everything, 0, sms), "splitting SMs")
+    groups, _, rest = check(cu.cuDevSmResourceSplitByCount(1, everything, 0, sms), "splitting SMs")
     made = []
     for resource in (groups[0], rest):
         description = check(cu.cuDevResourceGenerateDesc([resource], 1), "resource description")
         flag = cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         green = check(cu.cuGreenCtxCreate(description, device, flag), "green context")
         context = check(cu.cuCtxFromGreenCtx(green), "context")
-        stream = check(cu.cuGreenCtxStreamCreate(green, cu.CUstream_flags.CU_STREAM_NON_BLOCKING, 0), "stream")
+        stream = check(
+            cu.cuGreenCtxStreamCreate(green, cu.CUstream_flags.CU_STREAM_NON_BLOCKING, 0), "stream"
+        )
         made.append((int(resource.sm.smCount), context, stream))
     return made
 
 
+def peers(
+    prefill: OperationTemplate,
+    decode: OperationTemplate,
+    layers: list[LayerWeights],
+    rows: tuple[int, int],
+    sms: tuple[int, int],
+) -> tuple[DeepGemm, DeepGemm]:
+    """DeepGEMM's kernels for the same operands, for the given rows per expert and SMs."""
+    (p_rows, d_rows), (n, k) = rows, layers[0].weights[0].shape[1:]
+    capacity = -(-d_rows // 64) * 64
+    layout = torch.arange(8, device="cuda", dtype=torch.int32).repeat_interleave(p_rows)
+    valid = torch.full((8,), d_rows, device="cuda", dtype=torch.int32)
+    sfa = random_scales(8 * (k // 128), capacity)
+    b = [w.weights[0].view(-1, k) for w in layers]
+    first = peer(Config(n, k, 8, False, 128, 192, 4, 2, sms[0])).bind(
+        prefill.rows,
+        prefill.row_scales,
+        b[0],
+        layers[0].scales[0],
+        prefill.hidden,
+        layout,
+        8 * p_rows,
+    )
+    tile, stages = (128, 5) if d_rows > 64 else (64, 8)
+    second = peer(Config(n, k, 8, True, tile, 128, stages, 1, sms[1])).bind(
+        decode.rows, sfa, b[1], layers[1].scales[0], decode.hidden, valid, capacity
+    )
+    return first, second
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     h, i = MODELS["GLM-5.1"]
-    n, k = 2 * i, h
     shape = KernelShape(h, i, experts=8, top_k=8)
     kernel, layers = PersistentKernel(shape), make_layers(shape, 2)
     pair = Pair(Helpers())
@@ -162,40 +232,62 @@ def main() -> None:
             op.set_groups([r] * 8, [c * e for e in range(9)])
             op.rows_per_expert = r
         for name, (p, d) in apk(kernel, [prefill, decode], layers, [32, 64, 88, 110, 132]).items():
-            rows.append({"reading": reading, "way": "APK", "setting": name, "prefill": p, "decode": d})
-
-        layout = torch.arange(8, device="cuda", dtype=torch.int32).repeat_interleave(p_rows)
-        valid = torch.full((8,), d_rows, device="cuda", dtype=torch.int32)
-        sfa = random_scales(8 * (k // 128), capacity)
-
-        def bind(p_sms: int, d_sms: int) -> tuple:
-            a = peer(Config(n, k, 8, False, 128, 192, 4, 2, p_sms)).bind(
-                prefill.rows, prefill.row_scales, layers[0].weights[0].view(-1, k), layers[0].scales[0], prefill.hidden, layout, 8 * p_rows)
-            tile, stages = (128, 5) if d_rows > 64 else (64, 8)
-            b = peer(Config(n, k, 8, True, tile, 128, stages, 1, d_sms)).bind(
-                decode.rows, sfa, layers[1].weights[0].view(-1, k), layers[1].scales[0], decode.hidden, valid, capacity)
-            return a, b
+            rows.append(
+                {"reading": reading, "way": "APK", "setting": name, "prefill": p, "decode": d}
+            )
 
         low, high = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-5)
-        a, b = bind(132, 132)
+        a, b = peers(prefill, decode, layers, (p_rows, d_rows), (132, 132))
         p_work, d_work = (a.launch, low.cuda_stream, None), (b.launch, high.cuda_stream, None)
         alone_p, alone_d = pair.median(p_work, None)[0], pair.median(None, d_work)[1]
-        rows.append({"reading": reading, "way": "DeepGEMM", "setting": "exclusive", "prefill": alone_p, "decode": alone_d})
+        rows.append(
+            {
+                "reading": reading,
+                "way": "DeepGEMM",
+                "setting": "exclusive",
+                "prefill": alone_p,
+                "decode": alone_d,
+            }
+        )
         p, d = pair.median(p_work, d_work)
-        rows.append({"reading": reading, "way": "stream priority", "setting": "", "prefill": p, "decode": d})
+        rows.append(
+            {"reading": reading, "way": "stream priority", "setting": "", "prefill": p, "decode": d}
+        )
         for sms in (32, 64, 96):
             try:
                 (ds, dc, dstream), (ps, pc, pstream) = green_streams(sms)
-                a, b = bind(ps - ps % 2, ds)
+                a, b = peers(prefill, decode, layers, (p_rows, d_rows), (ps - ps % 2, ds))
                 p, d = pair.median((a.launch, pstream, pc), (b.launch, dstream, dc))
-                rows.append({"reading": reading, "way": "Green Context", "setting": f"{ds}+{ps} SMs", "prefill": p, "decode": d})
+                rows.append(
+                    {
+                        "reading": reading,
+                        "way": "Green Context",
+                        "setting": f"{ds}+{ps} SMs",
+                        "prefill": p,
+                        "decode": d,
+                    }
+                )
             except RuntimeError as e:
                 print(f"Green Context {sms}: {e}", flush=True)
     out = []
     for r in rows:
-        base = next(x for x in rows if x["reading"] == r["reading"] and x["setting"] == "exclusive" and (x["way"] == "APK") == (r["way"] == "APK"))
+        base = next(
+            x
+            for x in rows
+            if x["reading"] == r["reading"]
+            and x["setting"] == "exclusive"
+            and (x["way"] == "APK") == (r["way"] == "APK")
+        )
         for phase in ("decode", "prefill"):
-            out.append(row(f"{r['reading']}: {r['way']} {r['setting']}: {phase}", "us", r[phase], base[phase], "exclusive, same kernels"))
+            out.append(
+                row(
+                    f"{r['reading']}: {r['way']} {r['setting']}: {phase}",
+                    "us",
+                    r[phase],
+                    base[phase],
+                    "exclusive, same kernels",
+                )
+            )
     report("apk_sharing", out, args.json)
 
 

@@ -1,7 +1,10 @@
-"""The persistent kernel compiles for Hopper without a GPU, and its mainloop keeps its sums in registers."""
+"""The persistent kernel compiles for Hopper without a GPU, and its mainloop keeps its sums in
+registers.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -29,12 +32,16 @@ def disassemble(cubin: Path) -> list[str]:
     tool = shutil.which("nvdisasm")
     if tool is None:
         pytest.skip("nvdisasm not found: pip install nvidia-cuda-nvdisasm, and put it on PATH")
-    out = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [tool, "-c", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+\w)", out)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_mainloop_uses_tensor_cores_and_no_local_memory(shape: jit.KernelShape, tmp_path: Path) -> None:
+def test_mainloop_uses_tensor_cores_and_no_local_memory(
+    shape: jit.KernelShape, tmp_path: Path
+) -> None:
     tools = toolchain()
     cubin = tmp_path / "kernel.cubin"
     jit.build_kernel(shape, cubin, tools)
@@ -45,7 +52,7 @@ def test_mainloop_uses_tensor_cores_and_no_local_memory(shape: jit.KernelShape, 
     assert sum(op.startswith("USETMAXREG") for op in code) == 2
     assert any(op.startswith("UTMALDG") and "MULTICAST" in op for op in code)
     # Between the multiplications of one K block and those of the next lies the whole loop body.
-    inside = [op for a, b in zip(wide, wide[1:], strict=False) if b - a < 400 for op in code[a:b]]
+    inside = [op for a, b in itertools.pairwise(wide) if b - a < 400 for op in code[a:b]]
     assert not [op for op in inside if op.startswith(("LDL", "STL", "MEMBAR", "ERRBAR"))]
 
 

@@ -1,4 +1,6 @@
-"""The persistent kernel against float64, on the GPU: GEMM stages alone, then the whole operation, then preempted."""
+"""The persistent kernel against float64, on the GPU: GEMM stages alone, then the whole operation,
+then preempted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from vllm_expertplex.moe_server.apk.jit import KernelShape
 from vllm_expertplex.moe_server.apk.kernel import PersistentKernel
 
 pytestmark = pytest.mark.gpu
-FP8_LAYER_ERROR = 0.05  # two FP8 roundings of activations; weights and inputs are exact in the reference
+FP8_LAYER_ERROR = (
+    0.05  # two FP8 roundings of activations; weights and inputs are exact in the reference
+)
 BF16_LAYER_ERROR = 0.01
 
 
@@ -23,7 +27,9 @@ def small() -> PersistentKernel:
 
 @pytest.fixture(scope="module")
 def bf16() -> PersistentKernel:
-    return PersistentKernel(KernelShape(hidden=1024, intermediate=384, experts=8, top_k=4, bf16=True))
+    return PersistentKernel(
+        KernelShape(hidden=1024, intermediate=384, experts=8, top_k=4, bf16=True)
+    )
 
 
 ROWS = {

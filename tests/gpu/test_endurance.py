@@ -34,13 +34,17 @@ def make_templates(kernel: PersistentKernel, rng: random.Random) -> list[Operati
         wide = n % 2 == 0
         tokens = rng.randint(1, 1500 if wide else 96)
         op = OperationTemplate(kernel.shape, tokens, wide, kernel.device)
-        operands.fill_tokens(op, tokens, random_ids(tokens, kernel.shape.top_k, kernel.shape.experts))
+        operands.fill_tokens(
+            op, tokens, random_ids(tokens, kernel.shape.top_k, kernel.shape.experts)
+        )
         templates.append(op)
     return templates
 
 
 def test_soak(small: PersistentKernel) -> None:
-    """Operations of random shapes and phases, preempting constantly, each result bitwise that of a run alone."""
+    """Operations of random shapes and phases, preempting constantly, each result bitwise that of a
+    run alone.
+    """
     rng = random.Random(os.urandom(8))
     layers = [operands.random_layer(small.shape)]
     budget = structs.Budget(44, 100, 8, 2)
@@ -62,9 +66,15 @@ def test_soak(small: PersistentKernel) -> None:
             after.append(last.get(t))
             last[t] = n
         run = small.prepare(
-            templates, layers, arrivals, budget, after=after, hold_ns=rng.choice([0, 5_000, 50_000]),
-            quantum=rng.choice([1, 4, 64]), max_ms=20_000,
-        )  # fmt: skip
+            templates,
+            layers,
+            arrivals,
+            budget,
+            after=after,
+            hold_ns=rng.choice([0, 5_000, 50_000]),
+            quantum=rng.choice([1, 4, 64]),
+            max_ms=20_000,
+        )
         for _ in range(5):
             for op in templates:
                 operands.poison(op)
@@ -77,7 +87,9 @@ def test_soak(small: PersistentKernel) -> None:
 
 
 def test_stop_and_restart_100_times(small: PersistentKernel) -> None:
-    """A kernel that waits for an operation due in an hour ends within milliseconds of the stop word."""
+    """A kernel that waits for an operation due in an hour ends within milliseconds of the stop
+    word.
+    """
     layer = operands.random_layer(small.shape)
     op = OperationTemplate(small.shape, 64, False, small.device)
     operands.fill_tokens(op, 64, random_ids(64, 4, 8))
@@ -98,7 +110,10 @@ def test_stop_and_restart_100_times(small: PersistentKernel) -> None:
         first, second = run.operation_times()
         assert first[2] > first[0] > 0
         assert second[2] == 0
-    print(f"\nstop to exit: median {sorted(waits)[50] * 1e6:.0f} us, longest {max(waits) * 1e6:.0f} us")
+    print(
+        f"\nstop to exit: median {sorted(waits)[50] * 1e6:.0f} us, "
+        f"longest {max(waits) * 1e6:.0f} us"
+    )
     assert max(waits) < 0.5
 
 

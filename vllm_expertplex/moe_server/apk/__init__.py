@@ -1,4 +1,5 @@
-"""The Adaptive Persistent Kernel (ExpertPlex section 4) on NVIDIA Hopper: build, buffers, launch, watch.
+"""The Adaptive Persistent Kernel (ExpertPlex section 4) on NVIDIA Hopper.
 
-Owns everything between `csrc/apk/` and the MoE server's `cuda` backend. Knows nothing of vLLM or of servers.
+Owns: building, buffers, launching and watching the kernel of `csrc/apk/`.
+Must not know: vLLM, servers, transports.
 """

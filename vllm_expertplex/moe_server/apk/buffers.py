@@ -1,6 +1,7 @@
-"""Device memory of the persistent kernel: weights of the layers, and one operation template per slot.
+"""Device memory of the persistent kernel: layers' weights, and operation templates.
 
-All sizes follow from one limit per template, the tokens of an operation; nothing is allocated once the kernel runs.
+All sizes follow from one limit per template, the tokens of an operation; nothing is allocated once
+the kernel runs.
 """
 
 from __future__ import annotations
@@ -47,16 +48,25 @@ def expert_tiles(rows: int, n: int, wide: bool, decode_n: int = 64) -> int:
 
 
 class LayerWeights:
-    """One layer's experts: `gate_up` [E, 2I, H] and `down` [E, H, I], with fp32 scales [E, n/128, k/128] for FP8."""
+    """One layer's experts: `gate_up` [E, 2I, H] and `down` [E, H, I].
+
+    FP8 weights have fp32 scales [E, n/128, k/128]. Raises ValueError on any other shape.
+    """
 
     def __init__(
-        self, shape: KernelShape, gate_up: torch.Tensor, down: torch.Tensor,
-        gate_up_scales: torch.Tensor | None = None, down_scales: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: KernelShape,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_scales: torch.Tensor | None = None,
+        down_scales: torch.Tensor | None = None,
+    ) -> None:
         e, h, i = shape.experts, shape.hidden, shape.intermediate
         for name, weight, want in (("gate_up", gate_up, (e, 2 * i, h)), ("down", down, (e, h, i))):
             if tuple(weight.shape) != want or not weight.is_contiguous():
-                raise ValueError(f"{name} weights are {tuple(weight.shape)}; expected contiguous {want}")
+                raise ValueError(
+                    f"{name} weights are {tuple(weight.shape)}; expected contiguous {want}"
+                )
         self.weights = (gate_up, down)
         self.scales = (gate_up_scales, down_scales)
         self.struct = structs.Layer()
@@ -71,9 +81,16 @@ class LayerWeights:
 
 
 class OperationTemplate:
-    """Buffers and descriptors of one operation slot. `wide`: prefill's tiles; otherwise decode's."""
+    """Buffers and descriptors of one operation slot. `wide`: prefill's tiles, else decode's."""
 
-    def __init__(self, shape: KernelShape, tokens: int, wide: bool, device: torch.device, rows: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: KernelShape,
+        tokens: int,
+        wide: bool,
+        device: torch.device,
+        rows: int | None = None,
+    ) -> None:
         h, i, k = shape.hidden, shape.intermediate, shape.top_k
         self.shape, self.max_tokens, self.wide = shape, tokens, wide
         self.row_capacity = r = rows or max_rows(shape, tokens)
@@ -93,7 +110,9 @@ class OperationTemplate:
         self.hidden = empty(r, 2 * i, dtype=torch.bfloat16)
         self.act, self.act_scales = empty(r, i, dtype=act), empty(i // 128, r, dtype=torch.float32)
         self.down = empty(r, h, dtype=torch.bfloat16)
-        self.groups = torch.zeros(1 + 2 * shape.experts + 3 * (shape.experts + 1), dtype=torch.int32, device=device)
+        self.groups = torch.zeros(
+            1 + 2 * shape.experts + 3 * (shape.experts + 1), dtype=torch.int32, device=device
+        )
         self.struct = self._describe()
 
     def _describe(self) -> structs.Template:
@@ -106,9 +125,21 @@ class OperationTemplate:
                 s.sfa[g][b][:] = tensor_map(sfa, 1, box, False)
             s.out[g][:] = tensor_map(out, 64, 64, True)
         for name in (
-            "tokens", "token_scales", "expert_ids", "expert_weights", "result", "position", "row_of", "rows",
-            "row_scales", "hidden", "act", "act_scales", "down", "groups",
-        ):  # fmt: skip
+            "tokens",
+            "token_scales",
+            "expert_ids",
+            "expert_weights",
+            "result",
+            "position",
+            "row_of",
+            "rows",
+            "row_scales",
+            "hidden",
+            "act",
+            "act_scales",
+            "down",
+            "groups",
+        ):
             setattr(s, name, getattr(self, name).data_ptr())
         s.row_capacity, s.wide = self.row_capacity, int(self.wide)
         self._set_tokens(s, self.max_tokens)
@@ -124,23 +155,34 @@ class OperationTemplate:
 
     def set_tokens(self, tokens: int) -> None:
         if not 0 < tokens <= self.max_tokens:
-            raise ValueError(f"{tokens} tokens in an operation; this template takes 1 to {self.max_tokens}")
+            raise ValueError(
+                f"{tokens} tokens in an operation; this template takes 1 to {self.max_tokens}"
+            )
         self._set_tokens(self.struct, tokens)
 
-    def operation(self, template: int, identity: int, layer: int = 0, x_moe: int = 0) -> structs.Operation:
+    def operation(
+        self, template: int, identity: int, layer: int = 0, x_moe: int = 0
+    ) -> structs.Operation:
         """All six stages; the GEMMs' tiles follow from the count."""
         s, k = self.struct, self.shape.top_k
-        op = structs.Operation(sources=1, user=template | identity << 16, layer=layer, x_moe=x_moe, n_stages=6)
+        op = structs.Operation(
+            sources=1, user=template | identity << 16, layer=layer, x_moe=x_moe, n_stages=6
+        )
         pairs = s.n_tokens * k
         op.tiles[structs.COUNT] = _ceil(pairs, COUNT_PAIRS)
         op.tiles[structs.COPY] = _ceil(pairs, WARPS * s.copy_items)
         op.tiles[structs.GATE_UP] = op.tiles[structs.DOWN] = 1  # until counted
         op.tiles[structs.ACTIVATE] = _ceil(pairs, WARPS * s.act_items)
-        op.tiles[structs.GATHER] = _ceil(s.n_tokens * _ceil(self.shape.hidden, GATHER_COLUMNS), WARPS * s.gather_items)
+        op.tiles[structs.GATHER] = _ceil(
+            s.n_tokens * _ceil(self.shape.hidden, GATHER_COLUMNS), WARPS * s.gather_items
+        )
         return op
 
     def set_groups(self, rows: Sequence[int], row0: Sequence[int] | None = None) -> None:
-        """Lays out experts' rows from the host, for running GEMM stages alone. `row0`: first rows; default packed."""
+        """Lays out experts' rows from the host, for running GEMM stages alone.
+
+        `row0`: first row of each expert and the end; packed by default.
+        """
         e = self.shape.experts
         if row0 is None:
             row0 = [0]
@@ -156,9 +198,13 @@ class OperationTemplate:
         self.groups.copy_(torch.tensor(flat, dtype=torch.int32))
         self.row0, self.totals = list(row0), (prefix[0][-1], prefix[1][-1])
 
-    def gemm_operation(self, template: int, identity: int, stage: int, layer: int = 0, x_moe: int = 0) -> structs.Operation:
+    def gemm_operation(
+        self, template: int, identity: int, stage: int, layer: int = 0, x_moe: int = 0
+    ) -> structs.Operation:
         """One GEMM stage over the groups of `set_groups`."""
-        op = structs.Operation(sources=1, user=template | identity << 16, layer=layer, x_moe=x_moe, n_stages=6)
+        op = structs.Operation(
+            sources=1, user=template | identity << 16, layer=layer, x_moe=x_moe, n_stages=6
+        )
         op.tiles[stage] = self.totals[0 if stage == structs.GATE_UP else 1]
         op.n_stages = stage + 1
         return op

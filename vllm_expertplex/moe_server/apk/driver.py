@@ -1,4 +1,4 @@
-"""The few CUDA driver calls the kernel needs, through `cuda-bindings`, with errors that say what failed."""
+"""The few CUDA driver calls the kernel needs, with errors that say what failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES = {
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """Unpacks a driver call's result. Raises RuntimeError naming the call's purpose and the driver's error."""
+    """Unpacks a driver call's result. Raises RuntimeError with `what` and the driver's error."""
     status, *values = result
     if status != cu.CUresult.CUDA_SUCCESS:
         _, name = cu.cuGetErrorString(status)
@@ -26,12 +26,14 @@ def check(result: tuple[Any, ...], what: str) -> Any:
 
 
 def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, swizzle: bool) -> bytes:
-    """The 128-byte TMA descriptor of a row-major matrix, loaded or stored in boxes of the given size."""
+    """The 128-byte TMA descriptor of a row-major matrix, moved in boxes of the given size."""
     rows, columns = matrix.shape
     none = cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
     encoded = check(
         cu.cuTensorMapEncodeTiled(
-            _TYPES[matrix.dtype], 2, matrix.data_ptr(),
+            _TYPES[matrix.dtype],
+            2,
+            matrix.data_ptr(),
             [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],
             [cu.cuuint64_t(matrix.stride(0) * matrix.element_size())],
             [cu.cuuint32_t(box_columns), cu.cuuint32_t(box_rows)],
@@ -43,7 +45,7 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, swizzle: b
         ),
         f"encoding the TMA descriptor of a {rows} x {columns} {matrix.dtype} matrix, "
         f"box {box_rows} x {box_columns}",
-    )  # fmt: skip
+    )
     return ctypes.string_at(int(encoded.getPtr()), 128)
 
 
@@ -58,7 +60,10 @@ class Module:
         found = check(cu.cuModuleGetFunction(self._module, name.encode()), f"finding kernel {name}")
         if shared_bytes:
             limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(cu.cuFuncSetAttribute(found, limit, shared_bytes), f"{name}: {shared_bytes} B of shared memory")
+            check(
+                cu.cuFuncSetAttribute(found, limit, shared_bytes),
+                f"{name}: {shared_bytes} B of shared memory",
+            )
         return found
 
     def words(self, name: str) -> list[int]:
@@ -70,13 +75,28 @@ class Module:
 
 
 def launch(
-    function: Any, grid: int, block: int, shared_bytes: int, stream: torch.cuda.Stream, *arguments: Any
+    function: Any,
+    grid: int,
+    block: int,
+    shared_bytes: int,
+    stream: torch.cuda.Stream,
+    *arguments: Any,
 ) -> None:
     """Launches with arguments that are ctypes values or structures, passed by value."""
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
     check(
         cu.cuLaunchKernel(
-            function, grid, 1, 1, block, 1, 1, shared_bytes, stream.cuda_stream, ctypes.addressof(pointers), 0
+            function,
+            grid,
+            1,
+            1,
+            block,
+            1,
+            1,
+            shared_bytes,
+            stream.cuda_stream,
+            ctypes.addressof(pointers),
+            0,
         ),
         f"launching {grid} x {block} threads with {shared_bytes} B of shared memory",
-    )  # fmt: skip
+    )

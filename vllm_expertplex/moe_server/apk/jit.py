@@ -1,6 +1,7 @@
 """Builds the kernel for one model's shapes, and keeps the result.
 
-Needs `nvcc` (CUDA 12.9 or newer) and the header package `sgl-deep-gemm` (DeepGEMM and CUTLASS headers), no GPU.
+Needs `nvcc` (CUDA 12.9 or newer) and the header package `sgl-deep-gemm` (DeepGEMM and CUTLASS
+headers), but no GPU.
 """
 
 from __future__ import annotations
@@ -22,21 +23,26 @@ HEADER_PACKAGE = "sgl-deep-gemm"
 ARCH = "compute_90a,code=sm_90a"
 _SUPPRESSED = "39,161,174,177,186,940"  # diagnostics inside the packaged headers
 _FLAGS = [
-    "-std=c++20", "-cubin", f"-gencode=arch={ARCH}", "-O3", "--expt-relaxed-constexpr",
-    f"--diag-suppress={_SUPPRESSED}", "--ptxas-options=--register-usage-level=10,-v",
-]  # fmt: skip
+    "-std=c++20",
+    "-cubin",
+    f"-gencode=arch={ARCH}",
+    "-O3",
+    "--expt-relaxed-constexpr",
+    f"--diag-suppress={_SUPPRESSED}",
+    "--ptxas-options=--register-usage-level=10,-v",
+]
 UNROLLS = (4, 2)  # of the mainloop, the preferred first
 
 
 class KernelShape(msgspec.Struct, frozen=True):
-    """What the kernel is compiled for. Sizes in elements; `hidden` and `intermediate` are multiples of 128."""
+    """What the kernel is compiled for. `hidden` and `intermediate`: elements, multiples of 128."""
 
     hidden: int
     intermediate: int
     experts: int  # on this GPU, 1-256
     top_k: int  # 1-16
     bf16: bool = False  # bf16 weights and activations instead of block-scaled FP8
-    multicast: int = 2  # weights in a cluster: 0 each CTA loads all, 1 rank 0 sends, 2 each sends half
+    multicast: int = 2  # weights: 0 each CTA loads all, 1 rank 0 sends, 2 each sends half
     claim_ahead: int = 6  # K blocks still to load when the next tile is claimed
     raster: int = 8  # row-block pairs walked before the next column block
     decode_n: int = 64  # columns per warpgroup where an expert has at most 64 rows: 64 or 128
@@ -53,10 +59,16 @@ class KernelShape(msgspec.Struct, frozen=True):
 
     def defines(self, unroll: int) -> list[str]:
         values = {
-            "HIDDEN": self.hidden, "INTERMEDIATE": self.intermediate, "EXPERTS": self.experts,
-            "TOP_K": self.top_k, "MULTICAST": self.multicast, "CLAIM_AHEAD": self.claim_ahead,
-            "RASTER": self.raster, "DECODE_N": self.decode_n, "UNROLL": unroll,
-        }  # fmt: skip
+            "HIDDEN": self.hidden,
+            "INTERMEDIATE": self.intermediate,
+            "EXPERTS": self.experts,
+            "TOP_K": self.top_k,
+            "MULTICAST": self.multicast,
+            "CLAIM_AHEAD": self.claim_ahead,
+            "RASTER": self.raster,
+            "DECODE_N": self.decode_n,
+            "UNROLL": unroll,
+        }
         return [f"-DAPK_{k}={v}" for k, v in values.items()] + (["-DAPK_BF16"] if self.bf16 else [])
 
 
@@ -72,13 +84,20 @@ class Toolchain(msgspec.Struct, frozen=True):
         """Raises RuntimeError naming what is missing and how to get it."""
         nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
         if nvcc is None:
-            raise RuntimeError("nvcc not found on PATH or in /usr/local/cuda/bin: install the CUDA toolkit")
-        spec = importlib.util.find_spec("deep_gemm")  # located, not imported: its binary is not needed
+            raise RuntimeError(
+                "nvcc not found on PATH or in /usr/local/cuda/bin: install the CUDA toolkit"
+            )
+        # Located, not imported: its binary is not needed.
+        spec = importlib.util.find_spec("deep_gemm")
         if spec is None or not spec.submodule_search_locations:
             raise RuntimeError(f"DeepGEMM's headers not found: pip install {HEADER_PACKAGE}")
         include = Path(spec.submodule_search_locations[0]) / "include"
-        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-        return Toolchain(nvcc, include, f"{output.splitlines()[-1]} {importlib.metadata.version(HEADER_PACKAGE)}")
+        output = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, check=True
+        ).stdout
+        return Toolchain(
+            nvcc, include, f"{output.splitlines()[-1]} {importlib.metadata.version(HEADER_PACKAGE)}"
+        )
 
 
 def sources() -> Path:
@@ -101,19 +120,33 @@ def cache_key(shape: KernelShape, version: str) -> str:
 
 
 def spilled_bytes(report: str) -> int:
-    """Bytes that ptxas' report says the main kernel stores to local memory for want of registers."""
-    found = re.search(r"properties for expertplex_apk\n.*?(\d+) bytes spill stores", report, re.DOTALL)
+    """Bytes that ptxas' report says the main kernel stores to local memory for want of
+    registers.
+    """
+    found = re.search(
+        r"properties for expertplex_apk\n.*?(\d+) bytes spill stores", report, re.DOTALL
+    )
     if found is None:
-        raise RuntimeError(f"no resource usage of expertplex_apk in the compiler's report:\n{report}")
+        raise RuntimeError(
+            f"no resource usage of expertplex_apk in the compiler's report:\n{report}"
+        )
     return int(found[1])
 
 
 def compile_kernel(shape: KernelShape, out: Path, unroll: int, tools: Toolchain) -> str:
-    """Compiles to the cubin `out`; returns ptxas' report. Raises RuntimeError with the compiler's output."""
+    """Compiles to the cubin `out`; returns ptxas' report. Raises RuntimeError with the compiler's
+    output.
+    """
     command = [
-        tools.nvcc, *_FLAGS, *shape.defines(unroll), f"-I{tools.include}", f"-I{sources()}",
-        str(sources() / "apk" / "kernel.cu"), "-o", str(out),
-    ]  # fmt: skip
+        tools.nvcc,
+        *_FLAGS,
+        *shape.defines(unroll),
+        f"-I{tools.include}",
+        f"-I{sources()}",
+        str(sources() / "apk" / "kernel.cu"),
+        "-o",
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvcc failed on the persistent kernel, {shape}:\n{done.stderr[-4000:]}")
@@ -121,13 +154,16 @@ def compile_kernel(shape: KernelShape, out: Path, unroll: int, tools: Toolchain)
 
 
 def build_kernel(shape: KernelShape, out: Path, tools: Toolchain) -> int:
-    """Builds both unrollings of the mainloop at once and keeps the one with fewer spills, whose bytes it returns.
+    """Builds both unrollings of the mainloop and keeps the one with fewer spills.
 
     The mainloop needs nearly all registers there are, and which unrolling fits differs by shape.
+    Returns the bytes spilled.
     """
     with ThreadPoolExecutor(len(UNROLLS)) as pool:
         paths = [out.with_suffix(f".{u}") for u in UNROLLS]
-        reports = pool.map(lambda pu: compile_kernel(shape, *pu, tools), zip(paths, UNROLLS, strict=True))
+        reports = pool.map(
+            lambda pu: compile_kernel(shape, *pu, tools), zip(paths, UNROLLS, strict=True)
+        )
         spills, best = min((spilled_bytes(r), i) for i, r in enumerate(reports))
     paths[best].replace(out)
     return spills

@@ -15,8 +15,15 @@ from .driver import Module, launch
 from .jit import KernelShape, kernel_path
 
 THREADS = 384
-_MIRRORED = {2: structs.Template, 3: structs.Layer, 4: structs.Arrival, 5: structs.TileTime, 6: structs.Launch,
-             8: structs.Config, 9: structs.Times}  # fmt: skip
+_MIRRORED = {
+    2: structs.Template,
+    3: structs.Layer,
+    4: structs.Arrival,
+    5: structs.TileTime,
+    6: structs.Launch,
+    8: structs.Config,
+    9: structs.Times,
+}
 REASONS = {1: "the launch ran out of time", 2: "a tile took too long", 3: "an operation is overdue"}
 
 
@@ -34,7 +41,9 @@ class TileTime(NamedTuple):
 
 
 class RunTimes(NamedTuple):
-    """Of one finite run: per operation (submitted, first tile, done) in ns of the GPU's clock; tiles if traced."""
+    """Of one run: per operation (submitted, first tile, done), ns of the GPU's clock; tiles if
+    traced.
+    """
 
     operations: list[tuple[int, int, int]]
     tiles: list[TileTime]
@@ -44,7 +53,9 @@ class RunTimes(NamedTuple):
 class PersistentKernel:
     """The kernel of one model's shapes on the current device."""
 
-    def __init__(self, shape: KernelShape, cubin: Path | None = None, clusters: int | None = None) -> None:
+    def __init__(
+        self, shape: KernelShape, cubin: Path | None = None, clusters: int | None = None
+    ) -> None:
         self.shape = shape
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -54,34 +65,66 @@ class PersistentKernel:
         for index, struct in _MIRRORED.items():
             if sizes[index] != ctypes.sizeof(struct):
                 raise RuntimeError(
-                    f"{struct.__name__}: {ctypes.sizeof(struct)} B here, {sizes[index]} B in the kernel: rebuild it"
+                    f"{struct.__name__}: {ctypes.sizeof(struct)} B here, {sizes[index]} B in the "
+                    "kernel: rebuild it"
                 )
         self.shared_bytes = sizes[7]
         self._main = self._module.function("expertplex_apk", self.shared_bytes)
         self._init = self._module.function("expertplex_apk_init")
         self.state_bytes = sizes[0]
-        self._report = torch.zeros(ctypes.sizeof(structs.Report), dtype=torch.uint8, pin_memory=True)
+        self._report = torch.zeros(
+            ctypes.sizeof(structs.Report), dtype=torch.uint8, pin_memory=True
+        )
         self._words = torch.zeros(64, dtype=torch.int64, pin_memory=True)  # heartbeat, stop
 
     def prepare(
-        self, templates: Sequence[OperationTemplate], layers: Sequence[LayerWeights],
-        arrivals: Sequence[tuple[int, int, structs.Operation]], budget: structs.Budget | None = None,
+        self,
+        templates: Sequence[OperationTemplate],
+        layers: Sequence[LayerWeights],
+        arrivals: Sequence[tuple[int, int, structs.Operation]],
+        budget: structs.Budget | None = None,
         after: Sequence[int | None] | None = None,
-        hold_ns: int = 0, quantum: int = 1 << 20, max_ms: int = 1000, tile_ms: int = 100, trace: int = 0,
-    ) -> FiniteRun:  # fmt: skip
-        """A run that submits each (ns after start, phase, operation) and ends when all are done. `after`: the
+        hold_ns: int = 0,
+        quantum: int = 1 << 20,
+        max_ms: int = 1000,
+        tile_ms: int = 100,
+        trace: int = 0,
+    ) -> FiniteRun:
+        """A run that submits each (ns after start, phase, operation) and ends when all are done.
+        `after`: the
         identity of an operation that must have ended before, per arrival."""
-        return FiniteRun(self, templates, layers, arrivals, budget, hold_ns, quantum, max_ms, tile_ms, trace, after)
+        return FiniteRun(
+            self,
+            templates,
+            layers,
+            arrivals,
+            budget,
+            hold_ns,
+            quantum,
+            max_ms,
+            tile_ms,
+            trace,
+            after,
+        )
 
 
 class FiniteRun:
-    """Device copies of everything one run needs, so that a launch is one copy and one kernel."""
+    """Device copies of what one run needs, so that a launch is one copy and one kernel."""
 
     def __init__(
-        self, kernel: PersistentKernel, templates: Sequence[OperationTemplate], layers: Sequence[LayerWeights],
-        arrivals: Sequence[tuple[int, int, structs.Operation]], budget: structs.Budget | None,
-        hold_ns: int, quantum: int, max_ms: int, tile_ms: int, trace: int, after: Sequence[int | None] | None,
-    ) -> None:  # fmt: skip
+        self,
+        kernel: PersistentKernel,
+        templates: Sequence[OperationTemplate],
+        layers: Sequence[LayerWeights],
+        arrivals: Sequence[tuple[int, int, structs.Operation]],
+        budget: structs.Budget | None,
+        hold_ns: int,
+        quantum: int,
+        max_ms: int,
+        tile_ms: int,
+        trace: int,
+        after: Sequence[int | None] | None,
+    ) -> None:
         k, device = kernel, kernel.device
         self.kernel, self.trace = kernel, trace
         self.n = len(arrivals)
@@ -98,7 +141,9 @@ class FiniteRun:
         self._trace = torch.zeros(k.clusters * trace * 4 + 1, dtype=torch.int64, device=device)
         self._traced = torch.zeros(k.clusters, dtype=torch.int32, device=device)
         all_sms = 2 * k.clusters
-        config = structs.Config(k.clusters, quantum, hold_ns, budget or structs.Budget(all_sms, all_sms, 1, 2))
+        config = structs.Config(
+            k.clusters, quantum, hold_ns, budget or structs.Budget(all_sms, all_sms, 1, 2)
+        )
         # What a run starts from, made once: a launch is then one copy and one kernel.
         self._live = torch.zeros(k.state_bytes + self.n * 24, dtype=torch.uint8, device=device)
         stream = torch.cuda.current_stream()
@@ -106,12 +151,21 @@ class FiniteRun:
         self._initial = self._live.clone()
         self._times = self._live[k.state_bytes :].view(torch.int64).view(self.n, 3)
         self.arguments = structs.Launch(
-            state=self._live.data_ptr(), templates=self._templates.data_ptr(), layers=self._layers.data_ptr(),
-            arrivals=self._arrivals.data_ptr(), times=self._times.data_ptr(),
-            trace=self._trace.data_ptr() if trace else 0, trace_count=self._traced.data_ptr(),
-            report=k._report.data_ptr(), heartbeat=k._words.data_ptr(), stop=k._words.data_ptr() + 64,
-            max_ns=max_ms * 1_000_000, tile_ns=tile_ms * 1_000_000, n_arrivals=self.n, trace_capacity=trace,
-        )  # fmt: skip
+            state=self._live.data_ptr(),
+            templates=self._templates.data_ptr(),
+            layers=self._layers.data_ptr(),
+            arrivals=self._arrivals.data_ptr(),
+            times=self._times.data_ptr(),
+            trace=self._trace.data_ptr() if trace else 0,
+            trace_count=self._traced.data_ptr(),
+            report=k._report.data_ptr(),
+            heartbeat=k._words.data_ptr(),
+            stop=k._words.data_ptr() + 64,
+            max_ns=max_ms * 1_000_000,
+            tile_ns=tile_ms * 1_000_000,
+            n_arrivals=self.n,
+            trace_capacity=trace,
+        )
 
     def launch(self, stream: torch.cuda.Stream | None = None) -> None:
         """Queues the run on `stream` (capturable in a CUDA graph)."""
@@ -122,11 +176,13 @@ class FiniteRun:
         launch(k._main, 2 * k.clusters, THREADS, k.shared_bytes, on, self.arguments)
 
     def stop(self, how: int = 2) -> None:
-        """From any thread: 1 ends the run once what is queued is done, 2 at the next tile boundary."""
+        """From any thread: 1 ends the run once what is queued is done, 2 at the next tile
+        boundary.
+        """
         self.kernel._words[8] = how
 
     def run(self) -> RunTimes:
-        """Launches, waits, and returns the times. Raises KernelHang with the kernel's own report."""
+        """Launches, waits, returns the times. Raises KernelHang with the kernel's own report."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         self.launch()
@@ -142,7 +198,8 @@ class FiniteRun:
             names = {**dict(enumerate(structs.STAGES)), structs.HANG: "hanging tile (test)"}
             stage = names.get(r.stage, f"stage {r.stage}")
             raise KernelHang(
-                f"{REASONS.get(r.reason, r.reason)}: cluster {r.cluster}, phase {r.phase}, {stage}, "
+                f"{REASONS.get(r.reason, r.reason)}: cluster {r.cluster}, phase {r.phase}, "
+                f"{stage}, "
                 f"layer {r.layer}, tile {r.ticket}, slot {r.slot}"
             )
 
@@ -156,5 +213,14 @@ class FiniteRun:
         tiles = []
         for cluster, count in enumerate(counts):
             for began, ended, ps, it in raw[cluster, :count].tolist():
-                tiles.append(TileTime(cluster, began, ended, ps & 0xFFFFFFFF, ps >> 32 & 0xFFFFFFFF, it & 0xFFFFFFFF))
+                tiles.append(
+                    TileTime(
+                        cluster,
+                        began,
+                        ended,
+                        ps & 0xFFFFFFFF,
+                        ps >> 32 & 0xFFFFFFFF,
+                        it & 0xFFFFFFFF,
+                    )
+                )
         return tiles

@@ -1,4 +1,4 @@
-"""ctypes mirrors of the structures in `csrc/apk/layout.cuh` and `csrc/scheduler/`; sizes are checked at load."""
+"""ctypes mirrors of `csrc/apk/layout.cuh` and `csrc/scheduler/`; sizes are checked at load."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ class Config(_Struct):
 
 class Operation(_Struct):
     _fields_ = (
-        ("sources", U64), ("user", U64), ("layer", U32), ("x_moe", U32), ("n_stages", U32),
+        ("sources", U64),
+        ("user", U64),
+        ("layer", U32),
+        ("x_moe", U32),
+        ("n_stages", U32),
         ("tiles", U32 * MAX_STAGES),
-    )  # fmt: skip
+    )
 
 
 class Arrival(_Struct):
@@ -43,8 +47,13 @@ class Times(_Struct):
 
 class TileTime(_Struct):
     _fields_ = (
-        ("began", U64), ("ended", U64), ("phase", U32), ("stage", U32), ("identity", U32), ("ticket", U32),
-    )  # fmt: skip
+        ("began", U64),
+        ("ended", U64),
+        ("phase", U32),
+        ("stage", U32),
+        ("identity", U32),
+        ("ticket", U32),
+    )
 
 
 class Report(_Struct):
@@ -56,26 +65,56 @@ class Report(_Struct):
 
 class Template(_Struct):
     _fields_ = (
-        ("a", TENSOR_MAP * 2 * 2), ("sfa", TENSOR_MAP * 2 * 2), ("out", TENSOR_MAP * 2),
-        ("tokens", Pointer), ("token_scales", Pointer), ("expert_ids", Pointer),
-        ("expert_weights", Pointer), ("result", Pointer), ("position", Pointer), ("row_of", Pointer),
-        ("rows", Pointer), ("row_scales", Pointer), ("hidden", Pointer), ("act", Pointer),
-        ("act_scales", Pointer), ("down", Pointer), ("groups", Pointer),
-        ("n_tokens", U32), ("row_capacity", U32), ("wide", U32),
-        ("copy_items", U32), ("act_items", U32), ("gather_items", U32), ("_pad", c.c_uint8 * 120),
-    )  # fmt: skip
+        ("a", TENSOR_MAP * 2 * 2),
+        ("sfa", TENSOR_MAP * 2 * 2),
+        ("out", TENSOR_MAP * 2),
+        ("tokens", Pointer),
+        ("token_scales", Pointer),
+        ("expert_ids", Pointer),
+        ("expert_weights", Pointer),
+        ("result", Pointer),
+        ("position", Pointer),
+        ("row_of", Pointer),
+        ("rows", Pointer),
+        ("row_scales", Pointer),
+        ("hidden", Pointer),
+        ("act", Pointer),
+        ("act_scales", Pointer),
+        ("down", Pointer),
+        ("groups", Pointer),
+        ("n_tokens", U32),
+        ("row_capacity", U32),
+        ("wide", U32),
+        ("copy_items", U32),
+        ("act_items", U32),
+        ("gather_items", U32),
+        ("_pad", c.c_uint8 * 120),
+    )
 
 
 class Layer(_Struct):
     _fields_ = (
-        ("wide", TENSOR_MAP * 2), ("narrow", TENSOR_MAP * 2), ("scales", Pointer * 2), ("_pad", c.c_uint8 * 112),
-    )  # fmt: skip
+        ("wide", TENSOR_MAP * 2),
+        ("narrow", TENSOR_MAP * 2),
+        ("scales", Pointer * 2),
+        ("_pad", c.c_uint8 * 112),
+    )
 
 
 class Launch(_Struct):
     _fields_ = (
-        ("state", Pointer), ("templates", Pointer), ("layers", Pointer), ("arrivals", Pointer),
-        ("times", Pointer), ("trace", Pointer), ("trace_count", Pointer), ("report", Pointer),
-        ("heartbeat", Pointer), ("stop", Pointer), ("max_ns", U64), ("tile_ns", U64),
-        ("n_arrivals", U32), ("trace_capacity", U32),
-    )  # fmt: skip
+        ("state", Pointer),
+        ("templates", Pointer),
+        ("layers", Pointer),
+        ("arrivals", Pointer),
+        ("times", Pointer),
+        ("trace", Pointer),
+        ("trace_count", Pointer),
+        ("report", Pointer),
+        ("heartbeat", Pointer),
+        ("stop", Pointer),
+        ("max_ns", U64),
+        ("tile_ns", U64),
+        ("n_arrivals", U32),
+        ("trace_capacity", U32),
+    )
