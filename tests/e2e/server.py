@@ -143,11 +143,11 @@ class Server:
             self._shm |= {Path(path) for path in re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE)}
 
 
-def exit_on_sigterm() -> None:
+def interrupt_on_sigterm() -> None:
     """Make SIGTERM (a `timeout`, a cancelled CI job) end this process as Ctrl-C does: its servers
     are then ended too, instead of living on.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def free_port() -> int:

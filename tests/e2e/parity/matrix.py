@@ -16,7 +16,7 @@ from rich.console import Console
 from vllm_expertplex.layout import Layout
 
 from ..models import MODELS, checkpoint
-from ..server import ServerError, exit_on_sigterm, serve
+from ..server import ServerError, interrupt_on_sigterm, serve
 from . import report
 from .suite import Answers, batch_invariant, judge, nonsense, requests, run
 
@@ -29,7 +29,7 @@ DTYPES = ("bfloat16", "float32")
 def main() -> int:
     """Returns 0 when every answer was equal, 1 when one differed, 2 when a server failed."""
     args = _parse()
-    exit_on_sigterm()
+    interrupt_on_sigterm()
     rows: list[report.Row] = []
     failed = False
     for model in args.models:
