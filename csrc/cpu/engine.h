@@ -213,7 +213,8 @@ class Engine {
         lock.lock();
         continue;
       }
-      const uint64_t wake = std::min(due_ns_, now + kBeatNs);
+      const uint64_t beat = std::clamp(settings_.deadline_ns / 4, kBeatNs / 1000, kBeatNs);
+      const uint64_t wake = std::min(due_ns_, now + beat);
       tick_.wait_for(lock, std::chrono::nanoseconds(wake > now ? wake - now : 0));
     }
   }

@@ -26,6 +26,11 @@ class PyEngine {
   PyEngine(const std::string& libtorch, Model model, const Settings& settings)
       : products_(libtorch), engine_(std::move(model), products_, settings, complete) {}
 
+  ~PyEngine() {  // a worker may be waiting for the interpreter's lock
+    nb::gil_scoped_release release;
+    engine_.stop();
+  }
+
   // Tuples (source, phase, layer, tokens, topk, x, topk_ids, topk_weights, out, operation):
   // addresses, and an object whose complete() is called when `out` is whole.
   void submit(const nb::list& operations) {

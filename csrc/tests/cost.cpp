@@ -1,5 +1,6 @@
 // What scheduling one tile costs: claim and finish with nothing in between. Prints lines of
-// `workers sources clock ns`: ns per tile and worker; clock: 1 where each claim reads the time. Run by benchmarks/scheduler_cost.py.
+// `workers sources clock ns`: ns per tile and worker; clock: 1 where each claim reads the time. Run
+// by benchmarks/scheduler_cost.py.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
