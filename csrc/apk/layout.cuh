@@ -1,4 +1,5 @@
-// What the host and the kernel agree on: operation templates, layers, the launch arguments, the tile message.
+// What the host and the kernel agree on: operation templates, layers, the launch arguments, the
+// tile message.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -9,111 +10,124 @@
 namespace expertplex::apk {
 
 // The six stages of a MoE operation, ExpertPlex section 4.
-enum Stage : uint32_t { kCount = 0, kCopy = 1, kStageGateUp = 2, kActivate = 3, kStageDown = 4, kGather = 5, kStages6 = 6 };
-constexpr uint32_t kStop = 0xff, kHang = 7;  // kHang: a tile that never ends, for testing the watchdog
+enum Stage : uint32_t {
+  kCount = 0,
+  kCopy = 1,
+  kStageGateUp = 2,
+  kActivate = 3,
+  kStageDown = 4,
+  kGather = 5,
+  kStages6 = 6
+};
+constexpr uint32_t kStop = 0xff,
+                   kHang = 7;  // kHang: a tile that never ends, for testing the watchdog
 
 // How the two CTAs of a cluster, and the two math warpgroups of a CTA, share a GEMM tile.
 enum Shape : uint32_t {
-    kPairRows = 0,   // 128x192 per CTA, row blocks differ, weights multicast
-    kPairCols = 1,   // 128x192 per CTA, column blocks differ
-    kStackRows = 2,  // 128x128 per CTA, column blocks differ
-    kStackCols = 3,  // 64 x 2 kDecodeN per CTA, column blocks differ
+  kPairRows = 0,   // 128x192 per CTA, row blocks differ, weights multicast
+  kPairCols = 1,   // 128x192 per CTA, column blocks differ
+  kStackRows = 2,  // 128x128 per CTA, column blocks differ
+  kStackCols = 3,  // 64 x 2 kDecodeN per CTA, column blocks differ
 };
 
 // Where each expert's rows and tiles are; written by the last kCount tile of an operation.
 struct Groups {
-    uint32_t counting[kExperts];     // rows seen so far by kCount tiles; zero between operations
-    uint32_t counted;                // CTAs that have counted; zero between operations
-    uint32_t rows[kExperts];
-    uint32_t row0[kExperts + 1];     // first row; multiples of 64
-    uint32_t tiles[2][kExperts + 1]; // cluster tiles of GateUp and Down before this expert
+  uint32_t counting[kExperts];  // rows seen so far by kCount tiles; zero between operations
+  uint32_t counted;             // CTAs that have counted; zero between operations
+  uint32_t rows[kExperts];
+  uint32_t row0[kExperts + 1];      // first row; multiples of 64
+  uint32_t tiles[2][kExperts + 1];  // cluster tiles of GateUp and Down before this expert
 };
 
-// Buffers and descriptors of one operation slot, made before launch. T tokens at most, R rows (R a multiple of 64).
+// Buffers and descriptors of one operation slot, made before launch. T tokens at most, R rows (R a
+// multiple of 64).
 struct alignas(128) Template {
-    cute::TmaDescriptor a[2][2];    // [gemm][0: 128-row box, 1: 64-row box], [R, k]
-    cute::TmaDescriptor sfa[2][2];  // fp32 [k/128, R]
-    cute::TmaDescriptor out[2];     // bf16 [R, n]
-    const uint8_t* tokens;          // [T, H], FP8 or BF16
-    const float* token_scales;      // [T, H/128]; FP8 only
-    const int32_t* expert_ids;      // [T, k]: local expert, or negative for "not here"
-    const float* expert_weights;    // [T, k]
-    void* result;                   // bf16 [T, H]: sum over the experts held here
-    uint32_t* position;             // [T, k]: place among the expert's rows
-    uint32_t* row_of;               // [T, k]: row, or ~0
-    uint8_t* rows;                  // [R, H]
-    float* row_scales;              // [H/128, R]
-    const void* hidden;             // bf16 [R, 2I]
-    uint8_t* act;                   // [R, I]
-    float* act_scales;              // [I/128, R]
-    const void* down;               // bf16 [R, H]
-    Groups* groups;
-    uint32_t n_tokens;              // of the operation in flight
-    uint32_t row_capacity;          // R
-    uint32_t wide;                  // 1: 128x192 tiles (prefill); 0: 128x128 and 64x256 (decode)
-    uint32_t copy_items, act_items, gather_items;  // (token, expert) pairs or column slices per warp and tile
+  cute::TmaDescriptor a[2][2];    // [gemm][0: 128-row box, 1: 64-row box], [R, k]
+  cute::TmaDescriptor sfa[2][2];  // fp32 [k/128, R]
+  cute::TmaDescriptor out[2];     // bf16 [R, n]
+  const uint8_t* tokens;          // [T, H], FP8 or BF16
+  const float* token_scales;      // [T, H/128]; FP8 only
+  const int32_t* expert_ids;      // [T, k]: local expert, or negative for "not here"
+  const float* expert_weights;    // [T, k]
+  void* result;                   // bf16 [T, H]: sum over the experts held here
+  uint32_t* position;             // [T, k]: place among the expert's rows
+  uint32_t* row_of;               // [T, k]: row, or ~0
+  uint8_t* rows;                  // [R, H]
+  float* row_scales;              // [H/128, R]
+  const void* hidden;             // bf16 [R, 2I]
+  uint8_t* act;                   // [R, I]
+  float* act_scales;              // [I/128, R]
+  const void* down;               // bf16 [R, H]
+  Groups* groups;
+  uint32_t n_tokens;      // of the operation in flight
+  uint32_t row_capacity;  // R
+  uint32_t wide;          // 1: 128x192 tiles (prefill); 0: 128x128 and 64x256 (decode)
+  uint32_t copy_items, act_items,
+      gather_items;  // (token, expert) pairs or column slices per warp and tile
 };
 
 struct alignas(128) Layer {
-    cute::TmaDescriptor wide[2];    // [experts * n, k], box of 96 or 192 rows
-    cute::TmaDescriptor narrow[2];  // box of 128 rows
-    const float* scales[2];         // [experts * n / 128, k / 128]
+  cute::TmaDescriptor wide[2];    // [experts * n, k], box of 96 or 192 rows
+  cute::TmaDescriptor narrow[2];  // box of 128 rows
+  const float* scales[2];         // [experts * n / 128, k / 128]
 };
 
 // One tile as the cluster's leader hands it to every warp of both CTAs: 32 bytes.
 struct alignas(16) TileMessage {
-    Tile tile;
-    uint32_t row, col;              // this CTA's first row and column of a GEMM tile
-    uint32_t packed;                // valid rows | expert << 8 | shape << 24
-    uint32_t where;                 // template | layer << 16
+  Tile tile;
+  uint32_t row, col;  // this CTA's first row and column of a GEMM tile
+  uint32_t packed;    // valid rows | expert << 8 | shape << 24
+  uint32_t where;     // template | layer << 16
 
-    __device__ uint32_t rows() const { return packed & 0xff; }
-    __device__ uint32_t expert() const { return packed >> 8 & 0xffff; }
-    __device__ uint32_t shape() const { return packed >> 24; }
-    __device__ uint32_t operation() const { return where & 0xffff; }
-    __device__ uint32_t layer() const { return where >> 16; }
+  __device__ uint32_t rows() const { return packed & 0xff; }
+  __device__ uint32_t expert() const { return packed >> 8 & 0xffff; }
+  __device__ uint32_t shape() const { return packed >> 24; }
+  __device__ uint32_t operation() const { return where & 0xffff; }
+  __device__ uint32_t layer() const { return where >> 16; }
 };
 static_assert(sizeof(TileMessage) == 32);
 
-// An operation of a finite run: submitted `at_ns` after the kernel has started and after another has ended.
+// An operation of a finite run: submitted `at_ns` after the kernel has started and after another
+// has ended.
 struct Arrival {
-    Operation op;  // user: template | identity << 16
-    uint64_t at_ns;
-    uint32_t phase;
-    uint32_t after;  // identity of the other; ~0: none
+  Operation op;  // user: template | identity << 16
+  uint64_t at_ns;
+  uint32_t phase;
+  uint32_t after;  // identity of the other; ~0: none
 };
 
 // Of one operation, indexed by its identity. %globaltimer, ns.
 struct Times {
-    uint64_t submitted, first_tile, done;
+  uint64_t submitted, first_tile, done;
 };
 
 // Of one tile of one cluster; kept when a trace buffer is given.
 struct TileTime {
-    uint64_t began, ended;
-    uint32_t phase, stage, identity, ticket;
+  uint64_t began, ended;
+  uint32_t phase, stage, identity, ticket;
 };
 
 // Why the kernel ended early. Host memory; zero while all is well.
 struct Report {
-    uint32_t reason;  // 0 none, 1 launch time is over, 2 a tile took too long, 3 an operation is overdue
-    uint32_t cluster, phase, stage, layer, ticket, slot, reserved;
+  uint32_t
+      reason;  // 0 none, 1 launch time is over, 2 a tile took too long, 3 an operation is overdue
+  uint32_t cluster, phase, stage, layer, ticket, slot, reserved;
 };
 
 struct Launch {
-    State* state;
-    const Template* templates;
-    const Layer* layers;
-    const Arrival* arrivals;
-    Times* times;
-    TileTime* trace;       // [clusters, trace_capacity], or null
-    uint32_t* trace_count; // [clusters]
-    Report* report;
-    uint64_t* heartbeat;   // host memory: %globaltimer of the controller's latest round
-    const uint32_t* stop;  // host memory: StopRequest
-    uint64_t max_ns;       // the launch ends after this time whatever happens
-    uint64_t tile_ns;      // a tile that takes longer is reported and ends the launch
-    uint32_t n_arrivals, trace_capacity;
+  State* state;
+  const Template* templates;
+  const Layer* layers;
+  const Arrival* arrivals;
+  Times* times;
+  TileTime* trace;        // [clusters, trace_capacity], or null
+  uint32_t* trace_count;  // [clusters]
+  Report* report;
+  uint64_t* heartbeat;   // host memory: %globaltimer of the controller's latest round
+  const uint32_t* stop;  // host memory: StopRequest
+  uint64_t max_ns;       // the launch ends after this time whatever happens
+  uint64_t tile_ns;      // a tile that takes longer is reported and ends the launch
+  uint32_t n_arrivals, trace_capacity;
 };
 
 }  // namespace expertplex::apk
