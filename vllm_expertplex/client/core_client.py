@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_expertplex.client.liveness import silence
 from vllm_expertplex.client.requests import Abort, Action, RequestTable
@@ -152,7 +153,11 @@ class ExpertPlexClient(EngineCoreClient):
             raise EngineDeadError(self.resources.lost) from None
         logger.error("%s is gone (%s): %d requests end with an error", name, error, len(ended))
         self.deployment.mark_lost(name)
-        return EngineCoreOutputs(engine_index=index, outputs=ended)
+        self.kv_usage[index] = 0.0
+        # Zeros, so that `/metrics` does not show its last step for ever.
+        return EngineCoreOutputs(
+            engine_index=index, outputs=ended, scheduler_stats=SchedulerStats()
+        )
 
     def _start_pumps(self) -> None:
         if self._pumping:
