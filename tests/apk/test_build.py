@@ -38,6 +38,7 @@ def disassemble(cubin: Path) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+\w)", out)
 
 
+@pytest.mark.slow  # minutes of compiling
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_mainloop_uses_tensor_cores_and_no_local_memory(
     shape: jit.KernelShape, tmp_path: Path
