@@ -157,6 +157,7 @@ TESTS = [
     ("exhaustive_test", [], []),
     ("threads_test", ["-fsanitize=thread"], ["30"]),
 ]
+PURE = ("policy.h", "coalesce.h")  # headers that policy_test is about
 
 
 def killer(mutant: Mutant) -> str | None:
@@ -170,8 +171,8 @@ def killer(mutant: Mutant) -> str | None:
         if text.count(mutant.old) != 1:
             sys.exit(f"'{mutant.name}': {mutant.file} has its text {text.count(mutant.old)} times")
         header.write_text(text.replace(mutant.old, mutant.new))
-        for test, flags, arguments in TESTS:
-            compile_ = [CXX, "-std=c++20", "-O2", "-pthread", *flags, "-I.", f"tests/{test}.cpp"]
+        for test, flags, arguments in TESTS[0 if mutant.file in PURE else 1 :]:
+            compile_ = [CXX, "-std=c++20", "-O1", "-pthread", *flags, "-I.", f"tests/{test}.cpp"]
             subprocess.run([*compile_, "-o", test], cwd=root, check=True)
             env = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
             try:
