@@ -2,8 +2,10 @@
 
 import argparse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -16,6 +18,9 @@ from vllm_expertplex.config import ADDITIONAL_CONFIG_KEY, ExpertPlexConfig
 from vllm_expertplex.executor import patches
 from vllm_expertplex.executor.executor import EXECUTOR
 from vllm_expertplex.executor.loader import LOAD_FORMAT
+from vllm_expertplex.planner.plan import make_plan, read_plan, write_plan
+from vllm_expertplex.planner.search import search
+from vllm_expertplex.planner.setup import setting
 from vllm_expertplex.serve import options
 from vllm_expertplex.serve.command import serve
 
@@ -244,3 +249,34 @@ def test_kv_memory_is_shared_by_the_attention_servers(
     args = parse(*EXECUTOR_GIVEN, "--kv-cache-memory-bytes", "1000000")
     options.apply(args, ExpertPlexConfig())
     assert args.kv_cache_memory_bytes == 1_000_000
+
+
+def _plan_file(folder: Path, **changes: Any) -> str:
+    """A plan of the planner's own for one 80 GB node, changed as told."""
+    given = setting("minimax-m2.7", "h800", "sharegpt", 1.0, 0.05)
+    space = given.space(8, "free")
+    best = search(given.problem(8), space)
+    assert best is not None
+    plan = msgspec.structs.replace(make_plan(given, 8, "free", best), **changes)
+    write_plan(plan, str(folder / "plan.json"))
+    return str(folder / "plan.json")
+
+
+def test_a_plan_sets_layout_and_limits(parse: Parse, tmp_path: Path) -> None:
+    plan = _plan_file(tmp_path)
+    args = parse(*EXECUTOR_GIVEN, "--expertplex-plan", plan, "--max-num-seqs", "7")
+    written = read_plan(plan)
+    assert options.check(args).layout == written.layout
+    assert args.max_num_batched_tokens == written.max_prefill_tokens
+    assert args.max_num_seqs == 7  # what the user set stays
+
+
+def test_a_plan_that_cannot_be_run_is_refused(
+    parse: Parse, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    several = _plan_file(tmp_path, copies=3)
+    given = [*EXECUTOR_GIVEN, "--expertplex-plan"]
+    assert "3 deployments" in refused(parse(*given, several))
+    both = parse(*given, several, "--expertplex-layout", "1P1D1E")
+    assert "not both" in refused(both)
+    assert "No such file" in refused(parse(*given, str(tmp_path / "none.json")))

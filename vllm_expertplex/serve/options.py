@@ -59,6 +59,14 @@ def add_options(parser: Any) -> Any:
         + ".",
     )
     group.add_argument(
+        "--expertplex-plan",
+        metavar="FILE",
+        default=None,
+        action=_ServeAction,
+        help="Run what `vllm-expertplex plan` wrote: its layout, and its limits on batches where "
+        "you set none.",
+    )
+    group.add_argument(
         "--expertplex-trace",
         metavar="FILE",
         default=None,
@@ -177,11 +185,42 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
             _error(f"{name}={value} is not supported with --executor expertplex; unset it")
     _check_checkpoint(getattr(args, "model_tag", None) or args.model)
     try:
+        if args.expertplex_plan is not None:
+            _follow_plan(args)
         return load_config(
             args.expertplex_config, layout=args.expertplex_layout, trace=args.expertplex_trace
         )
     except ValueError as error:
         _error(str(error))
+
+
+def _follow_plan(args: argparse.Namespace) -> None:
+    """Take layout and limits from a plan. Raises ValueError for one that cannot be run here."""
+    from vllm_expertplex.planner.plan import read_plan
+
+    path = args.expertplex_plan
+    if args.expertplex_layout is not None:
+        raise ValueError("give --expertplex-plan or --expertplex-layout, not both")
+    try:
+        plan = read_plan(path)
+    except OSError as error:
+        raise ValueError(f"--expertplex-plan {path}: {error.strerror}") from None
+    widest = max(plan.prefill.tensor_parallel, plan.decode.tensor_parallel)
+    if widest > 1:
+        raise ValueError(
+            f"--expertplex-plan {path}: attention over {widest} GPUs (tensor parallel) is not "
+            "served yet; choose a layout yourself with --expertplex-layout"
+        )
+    if plan.copies > 1:
+        raise ValueError(
+            f"--expertplex-plan {path}: {plan.copies} deployments side by side; start each with "
+            f"--expertplex-layout {plan.layout} and its own port"
+        )
+    args.expertplex_layout = plan.layout
+    if args.max_num_batched_tokens is None:
+        args.max_num_batched_tokens = plan.max_prefill_tokens
+    if args.max_num_seqs is None:
+        args.max_num_seqs = plan.max_decode_batch
 
 
 def _check_checkpoint(model: str) -> None:
@@ -216,8 +255,8 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
 
 
 def _apply_cpu_defaults(args: argparse.Namespace, layout: Layout) -> None:
-    # vLLM's default on CPU, bf16 through torch.compile, answers wrongly on some CPUs and takes
-    # minutes to start. Whoever wants it says --compilation-config.
+    # vLLM's default on CPU, torch.compile, takes minutes to start and rounds differently from eager
+    # execution. Whoever wants it says --compilation-config.
     if not _compilation_chosen(args):
         args.enforce_eager = True
     if args.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
