@@ -116,8 +116,8 @@ MUTANTS = [
     Mutant(
         "wake: none for a stage that opens",
         "scheduler.h",
-        "    fetch_add(s.demand, 0u - op.x_moe);\n  wake(s);",
-        "    fetch_add(s.demand, 0u - op.x_moe);\n  if (result == Finish::kDone) wake(s);",
+        "fetch_add(s.demand, 0u - op.x_moe);\n  wake(s);",
+        "fetch_add(s.demand, 0u - op.x_moe);\n  if (result == Finish::kDone) wake(s);",
     ),
     Mutant(
         "wake: none for a submission",

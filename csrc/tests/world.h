@@ -161,7 +161,11 @@ inline void work(Run& r, uint32_t i) {
     if (next == Next::kTile) claimed(r, i, tile);
     r.claiming[i] = false;
     r.gate[i] = {};
-    if (next == Next::kStop) return;
+    if (next == Next::kStop) {
+      CHECK(r.s.stop == kAbort || !(r.s.queue[kDecode].busy | r.s.queue[kPrefill].busy),
+            "worker %u left while operations were in flight", i);
+      return;
+    }
     if (next == Next::kHold) {
       fibers::pause();
       continue;
