@@ -113,6 +113,9 @@ def main() -> None:
 
     print("==> vLLM and the project's requirements", flush=True)
     requirements = ["-r", str(ROOT / "pyproject.toml"), "--extra", "cpu", "--extra", "dev"]
+    # Compiled once here, not in each of the processes a deployment starts; those do not even keep
+    # what they compile where PYTHONDONTWRITEBYTECODE is set.
+    requirements.append("--compile-bytecode")
     subprocess.run(
         [*install, "--excludes", str(TOOLS / "cpu-excludes.txt"), *requirements],
         env=env, check=True,

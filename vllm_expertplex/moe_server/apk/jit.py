@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
@@ -161,9 +162,7 @@ def build_kernel(shape: KernelShape, out: Path, tools: Toolchain) -> int:
     """
     with ThreadPoolExecutor(len(UNROLLS)) as pool:
         paths = [out.with_suffix(f".{u}") for u in UNROLLS]
-        reports = pool.map(
-            lambda pu: compile_kernel(shape, *pu, tools), zip(paths, UNROLLS, strict=True)
-        )
+        reports = pool.map(compile_kernel, repeat(shape), paths, UNROLLS, repeat(tools))
         spills, best = min((spilled_bytes(r), i) for i, r in enumerate(reports))
     paths[best].replace(out)
     return spills
