@@ -72,7 +72,7 @@ class AttentionLoader(DefaultModelLoader):
         super().__init__(_stock(load_config))
 
     def _init_ep_weight_filter(self, model_config: Any) -> None:
-        self.local_expert_ids = set()
+        self.local_expert_ids: set[int] = set()
 
     def get_all_weights(
         self, model_config: Any, model: Any
