@@ -48,8 +48,15 @@ def reference(weights: ExpertWeights, op: Operation) -> torch.Tensor:
     for token in range(op.x.shape[0]):
         for k, slot in enumerate(op.topk_ids[token].tolist()):
             if slot >= 0:
-                w13 = values(weights.w13, weights.w13_scale, slot)
-                gate, up = (w13 @ op.x[token].double()).chunk(2)
+                x = op.x[token].double()
+                gate, up = (
+                    values(half, scale, slot) @ x
+                    for half, scale in zip(
+                        weights.w13.chunk(2, dim=1),
+                        [None] * 2 if weights.w13_scale is None else weights.w13_scale.chunk(2, 1),
+                        strict=True,
+                    )
+                )
                 inner = torch.nn.functional.silu(gate) * up
                 w2 = values(weights.w2, weights.w2_scale, slot)
                 out[token] += op.topk_weights[token, k].double() * (w2 @ inner)
@@ -90,10 +97,10 @@ def test_rows_for_other_servers_give_zero() -> None:
     assert torch.equal(op.out, torch.zeros(3, 8))
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(128, 128), (256, 128), (200, 72)])
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 128), (256, 128), (200, 72), (128, 192)])
 def test_block_scaled_fp8_equals_its_dequantised_values(hidden: int, inner: int) -> None:
     torch.manual_seed(0)
-    blocks = -(-hidden // BLOCK), -(-inner // BLOCK), -(-2 * inner // BLOCK)
+    blocks = -(-hidden // BLOCK), -(-inner // BLOCK), 2 * -(-inner // BLOCK)
     weights = ExpertWeights(
         torch.randn(2, 2 * inner, hidden).to(torch.float8_e4m3fn),
         torch.randn(2, hidden, inner).to(torch.float8_e4m3fn),

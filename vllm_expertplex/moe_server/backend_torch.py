@@ -58,8 +58,11 @@ def compute(weights: ExpertWeights, op: Operation) -> None:
 
 def expert(weights: ExpertWeights, slot: int, x: torch.Tensor) -> torch.Tensor:
     """One expert's unweighted output, [n, hidden] fp32, for rows x [n, hidden]."""
-    scale13 = None if weights.w13_scale is None else weights.w13_scale[slot]
-    scale2 = None if weights.w2_scale is None else weights.w2_scale[slot]
-    gate, up = (x.float() @ dequantise(weights.w13[slot], scale13).T).chunk(2, dim=-1)
+    # Gate and up have scale blocks of their own, also where one ends within a block.
+    halves = weights.w13[slot].chunk(2)
+    no_scales = (None, None)
+    scales = no_scales if weights.w13_scale is None else weights.w13_scale[slot].chunk(2)
+    gate, up = (x.float() @ dequantise(w, s).T for w, s in zip(halves, scales, strict=True))
     activation = (F.silu(gate) * up).to(x.dtype)
+    scale2 = None if weights.w2_scale is None else weights.w2_scale[slot]
     return activation.float() @ dequantise(weights.w2[slot], scale2).T

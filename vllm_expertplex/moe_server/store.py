@@ -73,15 +73,15 @@ class StoredExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         fp8 = self._scheme is QuantScheme.FP8_BLOCK
         dtype = torch.float8_e4m3fn if fp8 else params_dtype
-        shapes = {
-            "w13": (2 * intermediate_size_per_partition, hidden_size),
-            "w2": (hidden_size, intermediate_size_per_partition),
+        shapes = {  # matrices side by side, and the shape of each
+            "w13": (2, intermediate_size_per_partition, hidden_size),
+            "w2": (1, hidden_size, intermediate_size_per_partition),
         }
-        for name, (rows, columns) in shapes.items():
-            weight = torch.zeros(num_experts, rows, columns, dtype=dtype)
+        for name, (matrices, rows, columns) in shapes.items():
+            weight = torch.zeros(num_experts, matrices * rows, columns, dtype=dtype)
             self._register(layer, f"{name}_weight", weight, attributes)
             if fp8:
-                blocks = (num_experts, -(-rows // BLOCK), -(-columns // BLOCK))
+                blocks = (num_experts, matrices * -(-rows // BLOCK), -(-columns // BLOCK))
                 scale = torch.ones(blocks, dtype=torch.float32)  # the default is the model's dtype
                 block = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
                 self._register(layer, f"{name}_weight_scale_inv", scale, attributes | block)
