@@ -67,7 +67,8 @@ def test_help_shows_our_options_in_their_own_group(
 ) -> None:
     (group,) = (g for g in parser._action_groups if g.title == "ExpertPlex")
     ours = {option for action in group._group_actions for option in action.option_strings}
-    named = {"--executor", "--expertplex-layout", "--expertplex-config", "--expertplex-trace"}
+    own = ("layout", "config", "plan", "trace")
+    named = {"--executor", *(f"--expertplex-{name}" for name in own)}
     assert ours == named
     monkeypatch.setattr(parser, "_search_keyword", "all")
     text = parser.format_help()
