@@ -57,7 +57,6 @@ def test_impossible_inputs_are_named(words, expected, capsys) -> None:
 
 
 def test_a_curve_is_drawn(tmp_path) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "curve.png"
     assert run("--rates", "5,10", "--requests", "50", "--plot", str(picture)) == 0
     assert picture.stat().st_size > 1000
