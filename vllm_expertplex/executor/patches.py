@@ -12,10 +12,11 @@ patch installs beyond where it goes.
 | cpu-seeded-chunks | `CPUModelRunner._sample` and `_bookkeeping_sync` keep generators of unfinished prefills | stock code calls a method that CPU generators lack: a seeded request in a non-final chunk kills the engine | upstream fix |
 | first-token | `InputBatch.add_request` accepts a first token sampled elsewhere | a decode server continues after prefill's token; vLLM resamples it | first token in vLLM's KV transfer |
 | lost-server-error | `GenerateBaseServing._raise_if_error` names the attention server that was lost | vLLM ends such a request with "Internal server error" alone | a reason in vLLM's outputs |
+| forkserver | `v1.engine.utils.get_mp_context` returns Python's fork server context | one import of vLLM for all servers instead of one each | `forkserver` among vLLM's start methods |
 | nixl-progress | `nixl_agent_config` without progress thread (CPU) | the thread spins a core per server | an option in vLLM's NIXL connector |
 
 The first five are applied in every process, so plain `vllm serve` gets the CPU fixes too;
-lost-server-error only in the API server, first-token and nixl-progress only in attention servers.
+lost-server-error and forkserver only in the API server, first-token and nixl-progress only in attention servers.
 """  # noqa: E501
 
 import functools

@@ -11,7 +11,7 @@ import sys
 from typing import NoReturn
 
 from vllm_expertplex.config import ExpertPlexConfig
-from vllm_expertplex.serve import options
+from vllm_expertplex.serve import forkserver, options
 from vllm_expertplex.serve.run import run_directory
 from vllm_expertplex.shapes import fair_share
 
@@ -35,6 +35,7 @@ def serve(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with run_directory():
+            forkserver.start()
             ServeSubcommand.cmd(args)
     except KeyboardInterrupt:
         raise SystemExit(130) from None

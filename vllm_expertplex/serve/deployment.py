@@ -5,7 +5,6 @@ Must not know: requests, tensors.
 """
 
 import copy
-import multiprocessing
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from vllm_expertplex.config import ENV_RUN_DIR, ServerSettings, run_dir
 from vllm_expertplex.layout import DECODE, PREFILL, Layout, Server
 from vllm_expertplex.moe_server import server as moe_server
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
+from vllm_expertplex.serve import forkserver
 from vllm_expertplex.serve.cleanup import kill_all, processes_of
 from vllm_expertplex.serve.records import (
     MismatchError,
@@ -90,6 +90,7 @@ class Deployment:
         """
         begin = time.monotonic()
         logger.info("ExpertPlex %s: starting %d servers", self.layout, len(list(self.layout)))
+        forkserver.use_for_engines()
         try:
             self._start_moe_servers()
             self._start_engines(make_engine, begin)
@@ -131,9 +132,8 @@ class Deployment:
         kill_all(processes_of(self.run_dir, ENV_RUN_DIR, exclude={os.getpid()}, trackers=False))
 
     def _start_moe_servers(self) -> None:
-        context = multiprocessing.get_context("spawn")
         for moe in self.layout.moe_servers:
-            process = context.Process(
+            process = forkserver.context().Process(  # type: ignore[attr-defined]
                 target=moe_server.main,
                 name=f"expertplex-{moe.name}",
                 args=(self.run_dir, moe.rank, self.config, self.configs),

@@ -1,0 +1,18 @@
+"""What every server of a deployment imports, for the process they are forked from.
+
+Owns: the list of imports. Must not know: anything that happens after them. No import here may
+start a thread that takes locks, use a device or run a parallel tensor operation: none of it
+survives a fork.
+"""
+
+import vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker
+import vllm.model_executor.layers.fused_moe
+import vllm.model_executor.model_loader
+import vllm.v1.engine.core
+import vllm.v1.engine.utils
+import vllm.v1.worker.cpu_worker  # noqa: F401
+
+import vllm_expertplex.executor.executor
+import vllm_expertplex.executor.scheduler
+import vllm_expertplex.executor.worker
+import vllm_expertplex.moe_server.server  # noqa: F401
