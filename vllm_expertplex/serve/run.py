@@ -14,6 +14,9 @@ from vllm_expertplex.config import ENV_RUN_DIR
 from vllm_expertplex.serve import cleanup, guardian
 
 _PREFIX = "expertplex-"
+# All name the directory. vLLM's sockets, the rendezvous files of its process groups and whatever
+# else is temporary go there too, and so disappear with it even when nobody cleans up.
+_VARIABLES = (ENV_RUN_DIR, "VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
 def _parent() -> Path:
@@ -28,18 +31,22 @@ def run_directory() -> Iterator[Path]:
     parent = _parent()
     cleanup.remove_stale_runs(parent, _PREFIX)
     run_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
+    before = {name: os.environ.get(name) for name in _VARIABLES}
     watcher = None
     try:  # a signal may come at any time from here on
         (run_dir / "owner").write_text(f"{os.getpid()} {cleanup.start_time(os.getpid())}")
-        os.environ[ENV_RUN_DIR] = str(run_dir)
-        # vLLM's own sockets go there too, so that they disappear with it.
-        os.environ["VLLM_RPC_BASE_PATH"] = str(run_dir)
+        os.environ |= {name: str(run_dir) for name in _VARIABLES}
+        tempfile.tempdir = str(run_dir)
         watcher = guardian.start(run_dir, ENV_RUN_DIR)
         yield run_dir
     finally:
         cleanup.end_run(run_dir, ENV_RUN_DIR, exclude={os.getpid()}, trackers=False)
-        os.environ.pop(ENV_RUN_DIR, None)
-        os.environ.pop("VLLM_RPC_BASE_PATH", None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
         if watcher is not None:
             assert watcher.stdin is not None
             watcher.stdin.close()

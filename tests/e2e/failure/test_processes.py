@@ -24,7 +24,7 @@ MOE_TIMEOUT_S = 5.0  # after which an attention server gives up; later than the 
 def stream(deployment: Deployment, count: int = 6) -> Traffic:
     """Clients who all have their first token, and many more to come."""
     rng = random.Random(5)
-    body = {"max_tokens": 800, "ignore_eos": True}
+    body = {"max_tokens": 1900, "ignore_eos": True}
     traffic = Traffic(
         deployment.port,
         [
