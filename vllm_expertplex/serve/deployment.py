@@ -5,12 +5,10 @@ Must not know: requests, tensors.
 """
 
 import copy
-import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from multiprocessing.connection import wait as wait_for_sentinels
 from typing import Any
 
@@ -21,29 +19,19 @@ from vllm.utils.network_utils import get_open_port
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_expertplex.comm.shm import Board, Slot, board_path, slot_path
-from vllm_expertplex.config import ENV_RUN_DIR, ServerSettings, run_dir
+from vllm_expertplex.config import ServerSettings, run_dir
 from vllm_expertplex.layout import DECODE, PREFILL, Layout, Server
 from vllm_expertplex.moe_server import server as moe_server
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
 from vllm_expertplex.serve import forkserver
-from vllm_expertplex.serve.cleanup import kill_all, processes_of
-from vllm_expertplex.serve.records import (
-    MismatchError,
-    ServerRecord,
-    check_agreement,
-    read_error,
-    read_record,
-    write_ports,
-)
+from vllm_expertplex.serve.cleanup import kill_all
+from vllm_expertplex.serve.engines import DeploymentError, handshake, kill_servers, start_engines
+from vllm_expertplex.serve.records import ServerRecord, read_error, read_record, write_ports
 from vllm_expertplex.shapes import expert_map, slot_shape
 
 logger = init_logger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-
-
-class DeploymentError(RuntimeError):
-    """The deployment could not start, or lost a server that everything needs."""
 
 
 class Deployment:
@@ -93,43 +81,23 @@ class Deployment:
         forkserver.use_for_engines()
         try:
             self._start_moe_servers()
-            self._start_engines(make_engine, begin)
+            self.engines = start_engines(
+                self.run_dir,
+                self._attention,
+                self.configs,
+                lambda config, index: make_engine(config, index == self.layout.prefill),
+                failure=lambda: self._failure,
+                give_up=self._give_up,
+            )
             self._await_moe_servers(begin)
-            self._handshake()
+            self.records = handshake(self.run_dir, list(self.layout))
         except BaseException:  # Ctrl-C too
             self.shutdown()
             raise
         logger.info("ExpertPlex %s: ready in %.1f s", self.layout, time.monotonic() - begin)
 
-    def _start_engines(
-        self, make_engine: Callable[[VllmConfig, bool], AsyncMPClient], begin: float
-    ) -> None:
-        front = self.layout.prefill  # index of the first decode server
-        with ThreadPoolExecutor(len(self.configs), "expertplex-start") as pool:
-            servers = {
-                pool.submit(make_engine, config, index == front): server
-                for index, (server, config) in enumerate(
-                    zip(self._attention, self.configs, strict=True)
-                )
-            }
-            try:
-                for future in as_completed(servers):
-                    server = servers[future]
-                    if error := future.exception():
-                        reason = read_error(self.run_dir, server) or error
-                        raise DeploymentError(self._failure or f"{server.name}: {reason}")
-                    logger.info("%s is ready after %.1f s", server.name, time.monotonic() - begin)
-            except BaseException:
-                # Leaving the pool waits for its threads: do not let them load what nobody will
-                # use. A thread may be about to start its process, hence again and again.
-                self._stopping = True
-                while wait(servers, timeout=0.2).not_done:
-                    self._kill_servers()
-                raise
-        self.engines = [future.result() for future in servers]
-
-    def _kill_servers(self) -> None:
-        kill_all(processes_of(self.run_dir, ENV_RUN_DIR, exclude={os.getpid()}, trackers=False))
+    def _give_up(self) -> None:
+        self._stopping = True
 
     def _start_moe_servers(self) -> None:
         for moe in self.layout.moe_servers:
@@ -163,7 +131,7 @@ class Deployment:
         self._failure = reason
         if not self.records:
             # Still starting: do not wait for engines that nobody will use.
-            self._kill_servers()
+            kill_servers(self.run_dir)
         if self._on_failure is not None:
             self._on_failure()
         for slot in self.slots.values():
@@ -213,24 +181,13 @@ class Deployment:
                 time.sleep(0.02)
             logger.info("%s is ready after %.1f s", moe.name, time.monotonic() - begin)
 
-    def _handshake(self) -> None:
-        for server in self.layout:
-            record = read_record(self.run_dir, server)
-            if record is None:
-                raise DeploymentError(f"{server.name} left no record of what it loaded")
-            self.records[server.name] = record
-        try:
-            check_agreement(list(self.records.values()))
-        except MismatchError as error:
-            raise DeploymentError(str(error)) from None
-
-    def shutdown(self, timeout: float | None = None) -> None:
+    def shutdown(self) -> None:
         """Stop engines, then MoE servers; kill what does not stop in time."""
         if self._stopping:
             return
         self._stopping = True
         for engine in self.engines:
-            engine.shutdown(timeout=timeout)
+            engine.shutdown(timeout=0)
         for board in self.boards:
             board.stop()
         deadline = time.monotonic() + _STOP_TIMEOUT_S

@@ -12,7 +12,8 @@ from vllm_expertplex.client.core_client import ExpertPlexClient
 from vllm_expertplex.config import ServerSettings
 from vllm_expertplex.executor.patches import name_lost_servers
 from vllm_expertplex.serve import status
-from vllm_expertplex.serve.deployment import Deployment, DeploymentError
+from vllm_expertplex.serve.deployment import Deployment
+from vllm_expertplex.serve.engines import DeploymentError
 
 
 def launch(
@@ -46,5 +47,5 @@ def launch(
     vllm_config.cache_config.block_size = front.block_size
     client = ExpertPlexClient(deployment, fits)
     name_lost_servers(lambda: deployment.lost)
-    status.publish(client)
+    status.publish(status.ExpertPlexReporter(client))
     return client

@@ -4,7 +4,7 @@ Owns: reading counters and putting them in those two forms. Must not know: how t
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,19 +14,31 @@ from vllm_expertplex.client.core_client import ExpertPlexClient
 from vllm_expertplex.layout import PHASES
 from vllm_expertplex.moe_server.backend import COUNTERS
 
-_client: ExpertPlexClient | None = None
+
+class Reporter(Protocol):
+    """What a deployment says of itself; `collect` is prometheus_client's interface."""
+
+    @property
+    def failure(self) -> str | None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def collect(self) -> Iterator[Metric]: ...
 
 
-def publish(client: ExpertPlexClient) -> None:
-    """Make `client` the deployment this process reports on."""
-    global _client
-    _client = client
-    REGISTRY.register(_Collector(client))
+_reporter: Reporter | None = None
+
+
+def publish(reporter: Reporter) -> None:
+    """Make `reporter` speak for the deployment of this process."""
+    global _reporter
+    _reporter = reporter
+    REGISTRY.register(reporter)  # type: ignore[arg-type]
 
 
 def failure() -> str | None:
     """Why the deployment cannot serve any more; None while it can, or never was up."""
-    return None if _client is None else _client.failure
+    return None if _reporter is None else _reporter.failure
 
 
 def attach(app: Any) -> None:
@@ -35,13 +47,8 @@ def attach(app: Any) -> None:
     @app.get("/expertplex/status")
     async def status() -> dict[str, Any]:
         """Layout, and every server with what it holds and has done."""
-        assert _client is not None
-        return {
-            "layout": str(_client.deployment.layout),
-            "servers": servers(_client),
-            "requests": _client.table.count(),
-            "failure": failure(),
-        }
+        assert _reporter is not None
+        return _reporter.status()
 
 
 def servers(client: ExpertPlexClient) -> list[dict[str, Any]]:
@@ -84,11 +91,23 @@ def servers(client: ExpertPlexClient) -> list[dict[str, Any]]:
     return rows
 
 
-class _Collector:
-    """Reads the deployment whenever `/metrics` is asked for; costs nothing in between."""
+class ExpertPlexReporter:
+    """Reads the deployment whenever it is asked; costs nothing in between."""
 
     def __init__(self, client: ExpertPlexClient) -> None:
         self._client = client
+
+    @property
+    def failure(self) -> str | None:
+        return self._client.failure
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "layout": str(self._client.deployment.layout),
+            "servers": servers(self._client),
+            "requests": self._client.table.count(),
+            "failure": self.failure,
+        }
 
     def collect(self) -> Iterator[Metric]:
         client = self._client

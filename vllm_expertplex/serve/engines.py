@@ -1,0 +1,89 @@
+"""Starting the engines of a deployment side by side, and comparing what they say they loaded.
+
+Owns: their start with progress and errors by name, ending those half started, the handshake.
+Must not know: roles, what an executor adds around its engines.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from pathlib import Path
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.engine.core_client import AsyncMPClient
+
+from vllm_expertplex.config import ENV_RUN_DIR
+from vllm_expertplex.layout import Server
+from vllm_expertplex.serve.cleanup import kill_all, processes_of
+from vllm_expertplex.serve.records import (
+    MismatchError,
+    ServerRecord,
+    check_agreement,
+    read_error,
+    read_record,
+)
+
+logger = init_logger(__name__)
+
+
+class DeploymentError(RuntimeError):
+    """A deployment could not start, or lost a server that everything needs."""
+
+
+def start_engines(
+    run_dir: Path,
+    servers: Sequence[Server],
+    configs: Sequence[VllmConfig],
+    make_engine: Callable[[VllmConfig, int], AsyncMPClient],
+    *,
+    failure: Callable[[], str | None] = lambda: None,
+    give_up: Callable[[], None] = lambda: None,
+) -> list[AsyncMPClient]:
+    """Start all engines at once; `make_engine(config, index)` returns when one is ready.
+
+    When one fails, `give_up` is called, every process of the run is killed, and DeploymentError
+    names the engine and its reason, or `failure()` if there is one.
+    """
+    begin = time.monotonic()
+    with ThreadPoolExecutor(len(configs), "expertplex-start") as pool:
+        starting = {
+            pool.submit(make_engine, config, index): server
+            for index, (server, config) in enumerate(zip(servers, configs, strict=True))
+        }
+        try:
+            for future in as_completed(starting):
+                server = starting[future]
+                if error := future.exception():
+                    reason = read_error(run_dir, server) or error
+                    raise DeploymentError(failure() or f"{server.name}: {reason}")
+                logger.info("%s is ready after %.1f s", server.name, time.monotonic() - begin)
+        except BaseException:
+            # Leaving the pool waits for its threads: do not let them load what nobody will
+            # use. A thread may be about to start its process, hence again and again.
+            give_up()
+            while wait(starting, timeout=0.2).not_done:
+                kill_servers(run_dir)
+            raise
+    return [future.result() for future in starting]
+
+
+def kill_servers(run_dir: Path) -> None:
+    """End every process of the run but this one."""
+    kill_all(processes_of(run_dir, ENV_RUN_DIR, exclude={os.getpid()}, trackers=False))
+
+
+def handshake(run_dir: Path, servers: Sequence[Server]) -> dict[str, ServerRecord]:
+    """The records of loaded servers, by name. Raises DeploymentError when they do not agree."""
+    records = {}
+    for server in servers:
+        record = read_record(run_dir, server)
+        if record is None:
+            raise DeploymentError(f"{server.name} left no record of what it loaded")
+        records[server.name] = record
+    try:
+        check_agreement(list(records.values()))
+    except MismatchError as error:
+        raise DeploymentError(str(error)) from None
+    return records
