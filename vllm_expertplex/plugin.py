@@ -67,8 +67,14 @@ def _install_seams() -> None:
 def _engine_client(original: Any) -> Any:
     @functools.wraps(original)
     def make_async_mp_client(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_expertplex.asyncep.config import AsyncEPSettings
         from vllm_expertplex.config import ServerSettings
 
+        asyncep = AsyncEPSettings.from_additional_config(vllm_config.additional_config)
+        if asyncep is not None and asyncep.rank == AsyncEPSettings.FRONT:
+            from vllm_expertplex.asyncep.launch import launch as launch_asyncep
+
+            return launch_asyncep(original, asyncep, vllm_config, *args, **kwargs)
         settings = ServerSettings.from_additional_config(vllm_config.additional_config)
         if settings is None or settings.role != ServerSettings.FRONT:
             return original(vllm_config, *args, **kwargs)
@@ -83,7 +89,8 @@ def _status_route(original: Any) -> Any:
     @functools.wraps(original)
     def build_app(args: Any, *rest: Any, **kwargs: Any) -> Any:
         app = original(args, *rest, **kwargs)
-        if getattr(args, "executor", None) == "expertplex":
+        executor = getattr(args, "executor", None)
+        if executor in ("expertplex", "asyncep"):
             from vllm_expertplex.serve.status import attach
 
             attach(app)

@@ -1,4 +1,4 @@
-"""`vllm serve MODEL --executor expertplex`: vLLM's own serve command around a deployment.
+"""`vllm serve MODEL --executor expertplex` or `asyncep`: vLLM's own command around a deployment.
 
 Owns: the command from parsed arguments to exit code. Must not know: requests, tensors.
 """
@@ -10,7 +10,6 @@ import signal
 import sys
 from typing import NoReturn
 
-from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.serve import forkserver, options
 from vllm_expertplex.serve.run import run_directory
 from vllm_expertplex.shapes import fair_share
@@ -24,11 +23,16 @@ def serve(args: argparse.Namespace) -> None:
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
     from vllm_expertplex.serve import status
-    from vllm_expertplex.serve.deployment import DeploymentError
+    from vllm_expertplex.serve.engines import DeploymentError
 
-    config = options.check(args)
-    options.apply(args, config)
-    _set_thread_environment(config)
+    if args.executor == "asyncep":
+        from vllm_expertplex.asyncep import options as asyncep_options
+
+        _set_thread_environment(asyncep_options.set_up(args))
+    else:
+        config = options.check(args)
+        options.apply(args, config)
+        _set_thread_environment(config.attention_threads or fair_share(config))
     # asyncio would turn a Ctrl-C during start-up into a cancellation that waits until all servers
     # have loaded. vLLM replaces this one once it serves, and SIGTERM's earlier.
     signal.signal(signal.SIGINT, _interrupt)
@@ -58,9 +62,9 @@ def _end(reason: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def _set_thread_environment(config: ExpertPlexConfig) -> None:
-    """OpenMP reads these once, so they must be there before an attention server starts."""
-    os.environ["OMP_NUM_THREADS"] = str(config.attention_threads or fair_share(config))
+def _set_thread_environment(threads: int) -> None:
+    """OpenMP reads these once, so they must be there before an engine starts."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     # Servers take turns on the cores; pinning each to its own share would leave cores idle.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

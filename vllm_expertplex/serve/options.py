@@ -5,14 +5,13 @@ Owns: parsing, defaults, refusals by name before anything starts. Must not know:
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, load_config
-from vllm_expertplex.layout import Layout
 
-EXECUTORS = ("default", "expertplex")
+EXECUTORS = ("default", "expertplex", "asyncep")
 
 _GiB = 2**30
 _KV_SHARE = 0.25  # of free memory, over all attention servers, when nothing is said
@@ -39,7 +38,7 @@ def add_options(parser: Any) -> Any:
         choices=EXECUTORS,
         default="default",
         action=_ServeAction,
-        help="Who runs the model: vLLM itself, or ExpertPlex.",
+        help="Who runs the model: vLLM itself; ExpertPlex; or AsyncEP, for answers of one token.",
     )
     group.add_argument(
         "--expertplex-layout",
@@ -73,7 +72,9 @@ def add_options(parser: Any) -> Any:
         action=_ServeAction,
         help="Write a trace of the tile scheduler that opens in Perfetto, one file per MoE server.",
     )
-    return parser
+    from vllm_expertplex.asyncep.options import add_options as add_asyncep_options
+
+    return add_asyncep_options(parser, _ServeAction)
 
 
 class _ServeAction(argparse.Action):
@@ -155,7 +156,7 @@ _ENVIRONMENT = {
 }
 
 
-def _error(message: str) -> NoReturn:
+def error(message: str) -> NoReturn:
     """argparse's way to end a command: the message alone, exit code 2."""
     raise SystemExit(_usage_error(message))
 
@@ -170,28 +171,33 @@ def _usage_error(message: str) -> int:
 def check(args: argparse.Namespace) -> ExpertPlexConfig:
     """Refuse what cannot work, by name, and return the configuration. An error ends the command."""
     if args.executor != "expertplex":
-        _error("the --expertplex-* options need --executor expertplex")
-    if _refusal is not None:
-        _error(_refusal)
-    for refusal in REFUSALS:
-        value = getattr(args, refusal.attribute, None)
-        if refusal.unsupported(value):
-            _error(
-                f"{refusal.option} {value} is not supported with --executor expertplex; "
-                f"{refusal.instead}"
-            )
-    for name, value in _ENVIRONMENT.items():
-        if os.environ.get(name) == value:
-            _error(f"{name}={value} is not supported with --executor expertplex; unset it")
-    _check_checkpoint(getattr(args, "model_tag", None) or args.model)
+        error("the --expertplex-* options need --executor expertplex")
+    refuse(args, REFUSALS)
     try:
         if args.expertplex_plan is not None:
             _follow_plan(args)
         return load_config(
             args.expertplex_config, layout=args.expertplex_layout, trace=args.expertplex_trace
         )
-    except ValueError as error:
-        _error(str(error))
+    except ValueError as invalid:
+        error(str(invalid))
+
+
+def refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
+    """End the command, by name, for what cannot work with the executor that was chosen."""
+    if _refusal is not None:
+        error(_refusal)
+    for refusal in refusals:
+        value = getattr(args, refusal.attribute, None)
+        if refusal.unsupported(value):
+            error(
+                f"{refusal.option} {value} is not supported with --executor "
+                f"{args.executor}; {refusal.instead}"
+            )
+    for name, value in _ENVIRONMENT.items():
+        if os.environ.get(name) == value:
+            error(f"{name}={value} is not supported with --executor {args.executor}; unset it")
+    _check_checkpoint(getattr(args, "model_tag", None) or args.model)
 
 
 def _follow_plan(args: argparse.Namespace) -> None:
@@ -230,7 +236,7 @@ def _check_checkpoint(model: str) -> None:
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         found = "has no config.json" if folder.is_dir() else "is no directory"
-        _error(f"model {model}: {found}; give the directory of a checkpoint or its name on a hub")
+        error(f"model {model}: {found}; give the directory of a checkpoint or its name on a hub")
 
 
 def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
@@ -251,10 +257,12 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
         **settings.to_additional_config(),
     }
     if current_platform.is_cpu():
-        _apply_cpu_defaults(args, config.parsed_layout)
+        layout = config.parsed_layout
+        apply_cpu_defaults(args, layout.prefill + layout.decode)
 
 
-def _apply_cpu_defaults(args: argparse.Namespace, layout: Layout) -> None:
+def apply_cpu_defaults(args: argparse.Namespace, engines: int) -> None:
+    """What suits `engines` engines on one CPU, where the user said nothing."""
     # vLLM's default on CPU, torch.compile, takes minutes to start and rounds differently from eager
     # execution. Whoever wants it says --compilation-config.
     if not _compilation_chosen(args):
@@ -262,8 +270,7 @@ def _apply_cpu_defaults(args: argparse.Namespace, layout: Layout) -> None:
     if args.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         import psutil
 
-        servers = layout.prefill + layout.decode
-        share = int(psutil.virtual_memory().available * _KV_SHARE / servers)
+        share = int(psutil.virtual_memory().available * _KV_SHARE / engines)
         args.kv_cache_memory_bytes = min(share, _KV_MOST)
 
 

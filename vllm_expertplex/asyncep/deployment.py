@@ -1,0 +1,99 @@
+"""A running AsyncEP deployment: its engines' start, health and end.
+
+Owns: the engines' configurations, their order of start, what is known of each.
+Must not know: requests, tensors.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.engine.core_client import AsyncMPClient
+
+from vllm_expertplex.asyncep.board import Board
+from vllm_expertplex.asyncep.config import AsyncEPSettings
+from vllm_expertplex.asyncep.speed import Speed
+from vllm_expertplex.config import run_dir
+from vllm_expertplex.layout import ExpertMap, Server
+from vllm_expertplex.serve import forkserver
+from vllm_expertplex.serve.cleanup import kill_all
+from vllm_expertplex.serve.engines import DeploymentError, handshake, start_engines
+from vllm_expertplex.serve.records import ServerRecord
+
+logger = init_logger(__name__)
+
+
+class AsyncEPDeployment:
+    """Starts N engines. `engines[i]` is the engine-core client of `servers[i]`."""
+
+    def __init__(self, vllm_config: VllmConfig, settings: AsyncEPSettings) -> None:
+        self.config = settings.config
+        self.servers = self.config.servers
+        self.run_dir = run_dir()
+        self.engines: list[AsyncMPClient] = []
+        self.records: dict[str, ServerRecord] = {}
+        self.speeds: list[Speed] = []
+        self.lost: set[str] = set()
+        _check_experts(vllm_config, self.config.gpus)
+        self.configs = [self._config_of(vllm_config, server) for server in self.servers]
+        self.boards = [Board(self.run_dir, server, create=True) for server in self.servers]
+        self._stopping = False
+
+    def _config_of(self, base: VllmConfig, server: Server) -> VllmConfig:
+        config = copy.deepcopy(base)
+        config.instance_id = f"{base.instance_id}-{server.name}"
+        mine = AsyncEPSettings(self.config, server.rank)
+        config.additional_config = {**base.additional_config, **mine.to_additional_config()}
+        if not self.config.kv_free:
+            config.kv_events_config = KVEventsConfig(
+                enable_kv_cache_events=True, endpoint=self.kv_events(server)
+            )
+        return config
+
+    def kv_events(self, server: Server) -> str:
+        """Where an engine says which blocks its KV cache holds."""
+        return f"ipc://{self.run_dir}/kv-{server.name}"
+
+    def start(self, make_engine: Callable[[VllmConfig, int], AsyncMPClient]) -> None:
+        """Start all engines at once. Raises DeploymentError naming the engine and its reason."""
+        begin = time.monotonic()
+        logger.info("AsyncEP: starting %d engines", len(self.servers))
+        forkserver.use_for_engines()
+        try:
+            self.engines = start_engines(self.run_dir, self.servers, self.configs, make_engine)
+            self.records = handshake(self.run_dir, self.servers)
+            self.speeds = [Speed.read(self.run_dir, server) for server in self.servers]
+        except BaseException:  # Ctrl-C too
+            self.shutdown()
+            raise
+        logger.info("AsyncEP: ready in %.1f s", time.monotonic() - begin)
+
+    def kill(self, server: Server) -> None:
+        """End an engine that does not react any more."""
+        kill_all([self.records[server.name].pid])
+
+    def shutdown(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        for engine in self.engines:
+            engine.shutdown(timeout=0)
+
+
+def _check_experts(vllm_config: VllmConfig, gpus: int) -> None:
+    """Say before anything starts that a model cannot be split."""
+    model = vllm_config.model_config
+    experts = model.get_num_experts()
+    if not experts:
+        raise DeploymentError(
+            f"{model.model} ({', '.join(model.architectures)}) has no routed experts; serve it "
+            "without --executor asyncep"
+        )
+    if gpus > experts:
+        raise DeploymentError(
+            f"{experts} experts cannot be split over --asyncep-gpus {gpus}; use between 1 and "
+            f"{experts}"
+        )
+    ExpertMap.contiguous(experts, gpus)

@@ -1,0 +1,28 @@
+"""The executor of an engine: one worker, in the engine's own process.
+
+Owns: choosing the worker class. Must not know: weights.
+"""
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from vllm_expertplex.asyncep.config import AsyncEPSettings
+from vllm_expertplex.config import run_dir
+from vllm_expertplex.serve.records import write_error
+
+EXECUTOR = "vllm_expertplex.asyncep.executor.AsyncEPExecutor"
+
+
+class AsyncEPExecutor(UniProcExecutor):
+    """Runs one engine of `--executor asyncep`."""
+
+    def _init_executor(self) -> None:
+        settings = AsyncEPSettings.from_additional_config(self.vllm_config.additional_config)
+        if settings is None:
+            raise RuntimeError("AsyncEPExecutor runs only under --executor asyncep")
+        self.parallel_config.worker_cls = "vllm_expertplex.asyncep.worker.AsyncEPCPUWorker"
+        try:
+            super()._init_executor()
+        except Exception as error:
+            # vLLM tells its parent only that it failed.
+            write_error(run_dir(), settings.server, f"{type(error).__name__}: {error}")
+            raise

@@ -1,0 +1,124 @@
+"""The command line of `--executor asyncep`.
+
+Owns: its options, and what of vLLM's is refused. Must not know: processes.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_expertplex.asyncep.config import AsyncEPConfig, AsyncEPSettings
+from vllm_expertplex.serve import options as shared
+
+# What differs from ExpertPlex: one role, whose scheduler, KV and tasks are vLLM's own.
+_OTHER = {
+    "--enable-expert-parallel": "experts are always split",
+    "--enable-eplb": "every engine computes every expert",
+    "--enable-elastic-ep": "restart with another --asyncep-gpus",
+    "--distributed-executor-backend": "--executor asyncep is the backend",
+    "--scheduler-cls": "engines bring their own scheduler",
+    "--kv-transfer-config": "no KV leaves an engine",
+    "--cpu-offload-gb": "use offload_layers in --asyncep-config",
+}
+_ALLOWED = ("--runner",)  # pooling models answer from one forward pass
+_MORE_GPUS = "use --asyncep-gpus"
+
+
+def _refusals() -> list[shared.Refusal]:
+    found = []
+    for refusal in shared.REFUSALS:
+        if refusal.option in _ALLOWED:
+            continue
+        instead = _OTHER.get(refusal.option, refusal.instead)
+        if "--expertplex-layout" in instead:
+            instead = _MORE_GPUS
+        found.append(refusal._replace(instead=instead))
+    return found
+
+
+def add_options(parser: Any, action: type[argparse.Action]) -> Any:
+    """Add the AsyncEP group; `action` makes an option take over the serve command."""
+    group = parser.add_argument_group(
+        title="AsyncEP",
+        description="Prefill-only MoE serving (--executor asyncep): classification, ranking and "
+        "scoring read their answer from one forward pass. Every engine computes all experts, and "
+        "holds a share of them: the next layer's are gathered while one is computed.",
+    )
+    group.add_argument(
+        "--asyncep-gpus",
+        metavar="N",
+        type=int,
+        default=None,
+        action=action,
+        help="Number of engines, each on a GPU of its own (default 1).",
+    )
+    group.add_argument(
+        "--asyncep-config",
+        metavar="FILE",
+        default=None,
+        action=action,
+        help="JSON or TOML file with further options: "
+        + ", ".join(AsyncEPConfig.__struct_fields__)
+        + ".",
+    )
+    return parser
+
+
+def set_up(args: argparse.Namespace) -> int:
+    """Refuse what cannot work, set vLLM's options, and return the threads of an engine."""
+    shared.refuse(args, _refusals())
+    for option in ("expertplex_layout", "expertplex_config", "expertplex_plan", "expertplex_trace"):
+        if getattr(args, option, None) is not None:
+            shared.error(f"--{option.replace('_', '-')} needs --executor expertplex")
+    try:
+        config = load_config(args.asyncep_config, args.asyncep_gpus)
+    except ValueError as invalid:
+        shared.error(str(invalid))
+    _apply(args, config)
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // config.gpus)
+
+
+def load_config(path: str | None, gpus: int | None) -> AsyncEPConfig:
+    """Read a JSON or TOML file (None: defaults); `gpus` overrides its value.
+
+    Raises ValueError that names the file, the option and what was expected.
+    """
+    where = f"--asyncep-config {path}" if path else "--asyncep-* options"
+    values: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        decode = msgspec.toml.decode if file.suffix == ".toml" else msgspec.json.decode
+        try:
+            values = decode(file.read_bytes(), type=dict[str, Any])
+        except OSError as error:
+            raise ValueError(f"{where}: {error.strerror}; give a JSON or TOML file") from None
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{where}: {error}; expected a JSON or TOML table") from None
+    if gpus is not None:
+        values["gpus"] = gpus
+    try:
+        return msgspec.convert(values, AsyncEPConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(AsyncEPConfig.__struct_fields__)
+        raise ValueError(f"{where}: {error}; the options are: {known}") from None
+
+
+def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
+    from vllm.platforms import current_platform
+
+    from vllm_expertplex.asyncep.executor import EXECUTOR
+    from vllm_expertplex.asyncep.loader import LOAD_FORMAT
+
+    if not current_platform.is_cpu():
+        shared.error("--executor asyncep runs on vLLM's CPU platform only, so far")
+    settings = AsyncEPSettings(config, AsyncEPSettings.FRONT)
+    args.distributed_executor_backend = EXECUTOR
+    args.load_format = LOAD_FORMAT
+    args.additional_config = {
+        **(args.additional_config or {}),
+        **settings.to_additional_config(),
+    }
+    shared.apply_cpu_defaults(args, config.gpus)

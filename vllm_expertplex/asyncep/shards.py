@@ -1,0 +1,170 @@
+"""Where the experts of a layer lie: in one engine's shard, and in a buffer that holds them all.
+
+Owns: the layout of shards and buffers, the files that hold shards on CPU, the record by which
+peers find them. Must not know: vLLM, threads.
+
+A shard file holds, layer after layer and parameter after parameter, the rows of one engine's
+experts. A whole layer holds each parameter's rows of all experts in order of index, so an engine's
+part of a parameter is one run of bytes in both.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_expertplex.layout import ExpertMap, Server
+
+_ALIGN = 64  # bytes; what vLLM's CPU kernels load at once
+Bytes = npt.NDArray[np.uint8]
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One tensor of a layer with one row of `shape` per expert."""
+
+    name: str
+    dtype: str  # as torch spells it, without the module
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one expert."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.torch_dtype.itemsize
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """The parameters of one MoE layer, the same on every engine."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    def offsets(self, experts: int) -> list[int]:
+        """Where each parameter begins when `experts` experts are held, and where the last ends."""
+        found, end = [], 0
+        for parameter in self.parameters:
+            found.append(end)
+            end += _aligned(parameter.row_bytes * experts)
+        return [*found, end]
+
+    def views(self, buffer: torch.Tensor, experts: int) -> dict[str, torch.Tensor]:
+        """Name -> tensor [experts, *shape] in `buffer`, a uint8 tensor of `offsets(...)[-1]`."""
+        return {
+            p.name: buffer[start : start + p.row_bytes * experts]
+            .view(p.torch_dtype)
+            .view(experts, *p.shape)
+            for p, start in zip(self.parameters, self.offsets(experts)[:-1], strict=True)
+        }
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+class ShardRecord(msgspec.Struct, frozen=True):
+    """An engine's word that its shard is complete: which experts it has of which layers."""
+
+    layers: tuple[Layer, ...]
+    experts: tuple[int, ...]
+    path: str
+
+    @staticmethod
+    def file(run_dir: Path, server: Server) -> Path:
+        return run_dir / f"shard-{server.name}.json"
+
+    def write(self, run_dir: Path, server: Server) -> None:
+        """Whole or not at all, so that a peer never sees half a record."""
+        file = self.file(run_dir, server)
+        partial = file.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(self))
+        partial.rename(file)
+
+    @classmethod
+    def wait(cls, run_dir: Path, server: Server, timeout_s: float) -> "ShardRecord":
+        """The record of `server`, once there. Raises TimeoutError naming it."""
+        deadline = time.monotonic() + timeout_s
+        while not (file := cls.file(run_dir, server)).exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{server.name} has not loaded its experts within startup_timeout_s = "
+                    f"{timeout_s:g} s"
+                )
+            time.sleep(0.02)
+        return msgspec.json.decode(file.read_bytes(), type=cls)
+
+
+class ShardFile:
+    """The shard of one engine, mapped: writable by the one that creates it, read-only by peers."""
+
+    def __init__(self, path: Path, size: int | None = None) -> None:
+        """`size` in bytes creates the file, owner-only; without it an existing one is opened."""
+        writable = size is not None
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if writable else os.O_RDONLY
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if size is not None:
+                # Claims the memory now: a full /dev/shm is an error here, not a SIGBUS later.
+                os.posix_fallocate(descriptor, 0, max(size, 1))
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self._map = mmap.mmap(descriptor, 0, access=access)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"shard of {(size or 0) / 2**20:.0f} MiB: {error.strerror}", str(path)
+            ) from None
+        finally:
+            os.close(descriptor)
+        self.data: Bytes = np.frombuffer(self._map, np.uint8)
+
+
+class ShardLayout:
+    """Where rank r's part of each layer lies in its shard and in a whole layer."""
+
+    def __init__(self, layers: Sequence[Layer], experts: ExpertMap) -> None:
+        self.layers = list(layers)
+        self.experts = len(experts.server)
+        ranks = max(experts.server) + 1
+        self._counts = [experts.server.count(rank) for rank in range(ranks)]
+        self._first = [sum(self._counts[:rank]) for rank in range(ranks)]
+        self._starts = [self._layer_starts(count) for count in self._counts]
+
+    def _layer_starts(self, count: int) -> list[int]:
+        starts, end = [], 0
+        for layer in self.layers:
+            starts.append(end)
+            end += layer.offsets(count)[-1]
+        return [*starts, end]
+
+    def shard_bytes(self, rank: int) -> int:
+        return self._starts[rank][-1]
+
+    def layer_slice(self, rank: int, layer: int) -> slice:
+        """A layer within a rank's shard."""
+        starts = self._starts[rank]
+        return slice(starts[layer], starts[layer + 1])
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of a buffer that holds any one layer whole."""
+        return max((layer.offsets(self.experts)[-1] for layer in self.layers), default=0)
+
+    def copy_layer(self, rank: int, layer: int, part: Bytes, whole: Bytes) -> int:
+        """Copy `part`, rank's part of `layer`, into the buffer `whole`. Returns bytes copied."""
+        spec, count = self.layers[layer], self._counts[rank]
+        copied = 0
+        for parameter, source, target in zip(
+            spec.parameters, spec.offsets(count)[:-1], spec.offsets(self.experts)[:-1], strict=True
+        ):
+            size = parameter.row_bytes * count
+            start = target + parameter.row_bytes * self._first[rank]
+            np.copyto(whole[start : start + size], part[source : source + size])
+            copied += size
+        return copied
