@@ -1,10 +1,14 @@
-"""Which weight formats ExpertPlex serves, and how a checkpoint's is recognised.
+"""Which weight formats ExpertPlex serves, how a checkpoint's is recognised, and what it means.
 
-Owns: the scheme of a model's experts. Must not know: servers, kernels.
+Owns: the scheme of a model's experts, its values in fp32. Must not know: servers, kernels.
 """
 
 import enum
 from typing import Any
+
+import torch
+
+BLOCK = 128  # rows and columns under one FP8 block scale
 
 
 class QuantScheme(enum.Enum):
@@ -35,3 +39,12 @@ def scheme_of(quantization_config: Any, requested: str | None) -> QuantScheme:
         "supported by ExpertPlex; use an unquantised checkpoint or one with FP8 weights in "
         "128x128 blocks"
     )
+
+
+def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """fp32 values of a weight [rows, columns], FP8 with 128 x 128 block scales or plain."""
+    if scale is None:
+        return weight.float()
+    rows, columns = weight.shape
+    expanded = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return weight.float() * expanded

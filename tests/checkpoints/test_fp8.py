@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from vllm_expertplex.checkpoints.fp8 import dequantize, quantize, write_fp8_pair
+from vllm_expertplex.checkpoints.fp8 import quantize, write_fp8_pair
 from vllm_expertplex.checkpoints.tiny import make_tiny
+from vllm_expertplex.quantization import dequantise
 
 
 @settings(deadline=None, max_examples=25)
@@ -27,8 +28,8 @@ def test_dequantized_values_are_exact_in_bf16_and_near(
     weight = torch.randn(rows * 128, columns * 128, generator=generator) * magnitude
     quantized, scale = quantize(weight)
     assert scale.shape == (rows, columns)
-    exact = dequantize(quantized, scale, torch.float64)
-    assert torch.equal(dequantize(quantized, scale, torch.bfloat16).double(), exact)
+    exact = dequantise(quantized, scale).double()
+    assert torch.equal(dequantise(quantized, scale).to(torch.bfloat16).double(), exact)
     # Half a step of a four-bit significand, or half a subnormal step (2**-10) of the block's scale.
     bound = torch.maximum(weight.abs() / 16, scale.amax() * 2**-10).double()
     assert ((exact - weight).abs() <= bound).all()
@@ -37,7 +38,7 @@ def test_dequantized_values_are_exact_in_bf16_and_near(
 def test_a_zero_block_stays_zero() -> None:
     quantized, scale = quantize(torch.zeros(128, 128))
     assert scale.isfinite().all()
-    assert not dequantize(quantized, scale, torch.float32).any()
+    assert not dequantise(quantized, scale).any()
 
 
 def test_odd_sizes_are_refused() -> None:
@@ -58,7 +59,7 @@ def test_pair_holds_the_same_model(tmp_path: Path) -> None:
             assert torch.equal(quantized[name], original[name])
             assert torch.equal(weight, original[name])
         else:
-            assert torch.equal(dequantize(quantized[name], scale, weight.dtype), weight)
+            assert torch.equal(dequantise(quantized[name], scale).to(weight.dtype), weight)
     converted = {name for name in quantized if name.endswith("_scale_inv")}
     assert len(converted) == 4 * (4 + 16 * 3)  # layers x (attention projections + experts)
     config = json.loads((fp8 / "config.json").read_text())

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_expertplex.layout import PHASE_DECODE
-from vllm_expertplex.moe_server.backend import BLOCK, ExpertWeights, Operation
+from vllm_expertplex.moe_server.backend import ExpertWeights, Operation
+from vllm_expertplex.quantization import BLOCK
 
 TIMEOUT_S = 30.0
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL
-from vllm_expertplex.moe_server.backend import BLOCK, ExpertWeights, Operation
+from vllm_expertplex.moe_server.backend import ExpertWeights, Operation
 from vllm_expertplex.moe_server.backend_torch import TorchBackend, dequantise
+from vllm_expertplex.quantization import BLOCK
 
 
 def plain_weights(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> ExpertWeights:

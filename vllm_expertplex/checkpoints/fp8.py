@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-BLOCK = 128
+from vllm_expertplex.quantization import BLOCK, dequantise
+
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _QUANTIZED = re.compile(r"(self_attn\.\w+_proj|experts\.\d+\.\w+)\.weight$")
 _QUANTIZATION_CONFIG = {
@@ -27,7 +28,7 @@ _QUANTIZATION_CONFIG = {
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `weight` [out, in] to e4m3 [out, in] and fp32 scales [out/128, in/128].
 
-    Scales keep four significant bits. An e4m3 value has four too, so `dequantize` is exact even in
+    Scales keep four significant bits. An e4m3 value has four too, so `dequantise` is exact even in
     bf16, whose significand has eight. Raises ValueError when a dimension is no multiple of 128.
     """
     rows, columns = weight.shape
@@ -40,12 +41,6 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized.view(rows, columns), scale
 
 
-def dequantize(quantized: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`quantized` [out, in] times its block's `scale`, as `dtype`; exact after `quantize`."""
-    full = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return (quantized.float() * full).to(dtype)
-
-
 def write_fp8_pair(source: Path, fp8: Path, twin: Path) -> None:
     """From the single-file checkpoint `source` write its FP8 form to `fp8` and, to `twin`, a
     checkpoint in `source`'s dtype whose weights equal the FP8 ones exactly.
@@ -56,7 +51,7 @@ def write_fp8_pair(source: Path, fp8: Path, twin: Path) -> None:
         if _QUANTIZED.search(name):
             values, scale = quantize(weight)
             quantized[name], quantized[f"{name}_scale_inv"] = values, scale
-            dequantized[name] = dequantize(values, scale, weight.dtype)
+            dequantized[name] = dequantise(values, scale).to(weight.dtype)
         else:
             quantized[name] = dequantized[name] = weight
     for folder, tensors in ((fp8, quantized), (twin, dequantized)):

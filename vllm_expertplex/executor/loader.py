@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
-from vllm_expertplex.quantization import QuantScheme, quant_scheme
+from vllm_expertplex.quantization import QuantScheme, dequantise, quant_scheme
 
 LOAD_FORMAT = "expertplex"
 
@@ -30,8 +30,6 @@ def without_fp8(
     weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Replace FP8 tensors and their 128 x 128 block scales by dequantised ones of `dtype`."""
-    from vllm_expertplex.moe_server.backend_torch import dequantise
-
     waiting: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         stem = name.removesuffix(_SCALE) if name.endswith(_SCALE) else name.removesuffix(".weight")

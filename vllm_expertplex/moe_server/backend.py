@@ -30,8 +30,6 @@ COUNTERS = (
     ("decode_share_last", 1, "Workers the latest decode operation was given, q'."),
 )
 
-BLOCK = 128  # rows and columns under one FP8 block scale
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:

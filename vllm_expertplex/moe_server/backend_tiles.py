@@ -18,9 +18,10 @@ import torch
 from vllm_expertplex import _scheduler
 from vllm_expertplex._scheduler import PANEL, Dtype, Engine, Model, Settings
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL
-from vllm_expertplex.moe_server.backend import BLOCK, ExpertWeights, Operation
+from vllm_expertplex.moe_server.backend import ExpertWeights, Operation
 from vllm_expertplex.moe_server.tiles import decode_tiles, prefill_tiles
 from vllm_expertplex.moe_server.trace import write_trace
+from vllm_expertplex.quantization import BLOCK
 
 _LIBTORCH = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
 _DTYPES = {

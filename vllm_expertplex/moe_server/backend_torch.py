@@ -12,16 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from vllm_expertplex.layout import PHASE_DECODE
-from vllm_expertplex.moe_server.backend import BLOCK, ExpertWeights, Operation
-
-
-def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """fp32 values of a weight [rows, columns], FP8 with 128 x 128 block scales or plain."""
-    if scale is None:
-        return weight.float()
-    rows, columns = weight.shape
-    expanded = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return weight.float() * expanded
+from vllm_expertplex.moe_server.backend import ExpertWeights, Operation
+from vllm_expertplex.quantization import dequantise
 
 
 class TorchBackend:

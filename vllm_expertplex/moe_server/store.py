@@ -22,8 +22,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_expertplex.executor.loader import is_expert_weight, weights_of
 from vllm_expertplex.executor.seam import replaced_routed_experts
-from vllm_expertplex.moe_server.backend import BLOCK, ExpertWeights
-from vllm_expertplex.quantization import QuantScheme, quant_scheme
+from vllm_expertplex.moe_server.backend import ExpertWeights
+from vllm_expertplex.quantization import BLOCK, QuantScheme, quant_scheme
 
 
 class PlacedExperts:
