@@ -293,9 +293,23 @@ def coalescing(count: int, rows: list[Row]) -> None:
             None,
         )
     )
-    backend = TilesBackend(layers(), TileOptions(window_us=WINDOW_US))
+    without, within = (p50(beside_slow(count, window)) for window in (0, WINDOW_US))
+    rows.append(
+        Row(
+            f"decode beside a slow decode server, window {WINDOW_US} us, p50",
+            "us",
+            within * 1e6,
+            without * 1e6,
+            "no window",
+            1 + WINDOW_US * 1e-6 / without,
+        )
+    )
+
+
+def beside_slow(count: int, window_us: int) -> list[float]:
+    """Latencies of a fast decode server while another sends an operation every 10 ms."""
+    backend = TilesBackend(layers(), TileOptions(window_us=window_us))
     fast = Client(backend, DECODE_TOKENS, PHASE_DECODE, 1)
-    alone = latencies(count, 0.0003, fast.run)
     slow = Client(backend, DECODE_TOKENS, PHASE_DECODE, 0)
     stop = threading.Event()
 
@@ -305,20 +319,11 @@ def coalescing(count: int, rows: list[Row]) -> None:
 
     thread = threading.Thread(target=crawl)
     thread.start()
-    beside = latencies(count, 0.0003, fast.run)
+    found = latencies(count, 0.0003, fast.run)
     stop.set()
     thread.join()
     backend.close()
-    rows.append(
-        Row(
-            "decode beside a slow decode server, p50",
-            "us",
-            p50(beside) * 1e6,
-            p50(alone) * 1e6,
-            "alone",
-            1 + WINDOW_US * 1e-6 / p50(alone),
-        )
-    )
+    return found
 
 
 def equation_4() -> None:
