@@ -15,7 +15,7 @@ from rich.console import Console
 
 from vllm_expertplex.layout import Layout
 
-from ..models import MODELS, checkpoint
+from ..models import MODELS, baseline, checkpoint
 from ..server import ServerError, interrupt_on_sigterm, serve
 from . import report
 from .suite import Answers, batch_invariant, judge, nonsense, requests, run
@@ -100,11 +100,12 @@ def _answers(
     """Start a server (`layout` None or "plain": plain vLLM), ask it everything, stop it."""
     name = f"{model} {dtype} {layout or 'baseline'}"
     console = Console(stderr=True)
+    plain_vllm = layout in (None, "plain")
     with console.status(f"{name}: starting") as status:
         with serve(
-            checkpoint(model),
+            baseline(model) if plain_vllm else checkpoint(model),
             WORK / "logs" / f"{name.replace(' ', '-')}.log",
-            layout=None if layout == "plain" else layout,
+            layout=None if plain_vllm else layout,
             options=("--dtype", dtype),
         ) as server:
             answers = run(
