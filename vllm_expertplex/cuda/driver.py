@@ -49,27 +49,39 @@ class Module:
 
 def launch(
     function: Any,
-    grid: int,
+    grid: int | tuple[int, int],
     block: int,
     shared_bytes: int,
     stream: torch.cuda.Stream,
     *arguments: Any,
+    dependent: bool = False,
 ) -> None:
-    """Launches with arguments that are ctypes values or structures, passed by value."""
+    """Launches with arguments that are ctypes values or structures, passed by value.
+
+    `dependent`: the kernel may start before the one ahead of it in the stream has ended, and waits
+    for it itself (programmatic dependent launch).
+    """
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+    config = cu.CUlaunchConfig()
+    x, y = grid if isinstance(grid, tuple) else (grid, 1)
+    config.gridDimX, config.gridDimY, config.gridDimZ = x, y, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = stream.cuda_stream
+    if dependent:
+        config.attrs, config.numAttrs = [_DEPENDENT], 1
     check(
-        cu.cuLaunchKernel(
-            function,
-            grid,
-            1,
-            1,
-            block,
-            1,
-            1,
-            shared_bytes,
-            stream.cuda_stream,
-            ctypes.addressof(pointers),
-            0,
-        ),
+        cu.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0),
         f"launching {grid} x {block} threads with {shared_bytes} B of shared memory",
     )
+
+
+def _dependent_launch() -> cu.CUlaunchAttribute:
+    attribute = cu.CUlaunchAttribute()
+    ids = cu.CUlaunchAttributeID
+    attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+_DEPENDENT = _dependent_launch()

@@ -1,0 +1,192 @@
+// Dispatch: push each token once to every MoE server that holds one of its experts, then signal.
+//
+// A warp takes up to 1536 columns of a token at a time, and has the next ones on their way. The
+// signal needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by
+// the CTA barrier and the acq_rel counter, and release is cumulative.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "attention/memory.cuh"
+#include "attention/slot.cuh"
+
+namespace expertplex::attention {
+
+constexpr uint32_t kColumns = 512;  // per warp and load: 16 per lane
+constexpr uint32_t kLoads = 3;      // in flight per warp, and as many ahead
+constexpr float kFp8Max = 448.0f;
+
+// 16 columns of a token, as the activations' 32 bytes.
+struct Columns {
+  uint4 half[2];
+};
+
+// What a warp works on: columns of one token, and lane k's k-th expert (negative: none).
+struct Item {
+  Columns columns[kLoads];
+  int32_t expert;
+};
+
+// FP8 keeps a lane's 16 columns together, so that it stores 16 bytes; bf16 has them 256 apart, so
+// that both stores of a warp are contiguous.
+template <bool kFp8>
+__device__ __forceinline__ uint32_t column(uint32_t lane, uint32_t half) {
+  return kFp8 ? lane * 16 + half * 8 : half * 256 + lane * 8;
+}
+
+template <bool kFp8>
+__device__ __forceinline__ Item load_item(const DispatchArguments& a, uint32_t token,
+                                          uint32_t first, uint32_t lane) {
+  const auto* row =
+      static_cast<const __nv_bfloat16*>(a.x) + static_cast<size_t>(token) * a.peers.hidden;
+  Item item;
+#pragma unroll
+  for (uint32_t l = 0; l < kLoads; ++l) {
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t at = first + l * kColumns + column<kFp8>(lane, h);
+      item.columns[l].half[h] =
+          at < a.peers.hidden ? *reinterpret_cast<const uint4*>(row + at) : uint4{};
+    }
+  }
+  item.expert = lane < a.peers.topk ? a.ids[static_cast<size_t>(token) * a.peers.topk + lane] : -1;
+  return item;
+}
+
+// Eight lanes hold one block of 128 columns; all get its scale.
+__device__ __forceinline__ uint4 quantise(const Columns& c, float& scale) {
+  float v[16], largest = 1e-10f;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const float2 two =
+        __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&c.half[i / 4])[i % 4]);
+    v[2 * i] = two.x;
+    v[2 * i + 1] = two.y;
+    largest = fmaxf(largest, fmaxf(fabsf(two.x), fabsf(two.y)));
+  }
+#pragma unroll
+  for (uint32_t step = 4; step; step /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+  scale = largest / kFp8Max;
+  const float inverse = kFp8Max / largest;
+  uint32_t q[4];
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t low = __nv_cvt_float2_to_fp8x2({v[4 * i] * inverse, v[4 * i + 1] * inverse},
+                                                  __NV_SATFINITE, __NV_E4M3);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2({v[4 * i + 2] * inverse, v[4 * i + 3] * inverse},
+                                                   __NV_SATFINITE, __NV_E4M3);
+    q[i] = low | high << 16;
+  }
+  return {q[0], q[1], q[2], q[3]};
+}
+
+// Where a token's experts are: lane k knows its k-th expert's server (kMaxServers: nowhere) and
+// slot, all lanes know the mask of servers.
+struct Route {
+  uint32_t server, mask;
+  int32_t slot;
+};
+
+__device__ __forceinline__ Route route(const uint32_t* places, int32_t expert, uint32_t experts) {
+  Route r{kMaxServers, 0, -1};
+  // vLLM pads routing with -1.
+  if (expert >= 0 && expert < static_cast<int32_t>(experts)) {
+    r.server = places[expert] >> 16;
+    r.slot = static_cast<int32_t>(places[expert] & 0xffff);
+  }
+  r.mask = __reduce_or_sync(~0u, r.server < kMaxServers ? 1u << r.server : 0u);
+  return r;
+}
+
+// Every server gets every token's ids, also where they say "none here"; weights only go along.
+__device__ __forceinline__ void push_routing(const DispatchArguments& a, const Route& r,
+                                             uint32_t token, uint32_t lane) {
+  if (lane == 0) a.peers.masks[token] = r.mask;
+  if (lane >= a.peers.topk) return;
+  const size_t at = (static_cast<size_t>(token) * a.peers.topk + lane) * 4;
+  const float weight = a.weights[at / 4];
+  for (uint32_t z = 0; z < a.peers.servers; ++z) {
+    uint8_t* slot = a.peers.slots[z];
+    *reinterpret_cast<int32_t*>(slot + a.peers.at.ids + at) = r.server == z ? r.slot : -1;
+    if (r.mask >> z & 1) *reinterpret_cast<float*>(slot + a.peers.at.weights + at) = weight;
+  }
+}
+
+template <bool kFp8>
+__device__ __forceinline__ void push_columns(const DispatchArguments& a, const Columns& c,
+                                             uint32_t mask, uint32_t token, uint32_t first,
+                                             uint32_t lane) {
+  const size_t row = static_cast<size_t>(token) * a.peers.hidden;
+  float scale = 0;
+  uint4 packed{};
+  if constexpr (kFp8) packed = quantise(c, scale);
+  for (uint32_t left = mask; left; left &= left - 1) {
+    uint8_t* slot = a.peers.slots[__ffs(left) - 1];
+    if constexpr (kFp8) {
+      const size_t at = row + first + lane * 16;
+      if (first + lane * 16 < a.peers.hidden) {
+        *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + at) = packed;
+        if (lane % 8 == 0)
+          *reinterpret_cast<float*>(slot + a.peers.at.scales + at / kScaleColumns * 4) = scale;
+      }
+    } else {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        const uint32_t col = first + column<kFp8>(lane, h);
+        if (col < a.peers.hidden)
+          *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + (row + col) * 2) = c.half[h];
+      }
+    }
+  }
+}
+
+// The last CTA to come gives the operation its number and tells every server.
+__device__ __forceinline__ void signal(const DispatchArguments& a) {
+  __shared__ uint32_t sequence;  // 0: not the last CTA
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    State& state = *a.peers.state;
+    sequence = 0;
+    if (add_acq_rel_gpu(&state.arrived, 1) == gridDim.x - 1) {
+      const uint32_t next = state.sequence + 1;
+      sequence = next ? next : 1;
+      state.sequence = sequence;
+      state.arrived = 0;
+    }
+  }
+  __syncthreads();
+  if (sequence && threadIdx.x < a.peers.servers)
+    store_release_system(a.peers.slots[threadIdx.x],
+                         static_cast<uint64_t>(sequence) << 32 | a.word);
+}
+
+template <bool kFp8>
+__device__ __forceinline__ void dispatch(const DispatchArguments& a) {
+  __shared__ uint32_t places[kMaxExperts];
+  for (uint32_t e = threadIdx.x; e < a.peers.experts; e += kThreads) places[e] = a.places[e];
+  __syncthreads();
+  wait_for_previous_kernel();
+  launch_next_kernel();
+  const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * kWarps;
+  constexpr uint32_t kItem = kLoads * kColumns;
+  const uint32_t parts = (a.peers.hidden + kItem - 1) / kItem, items = a.tokens * parts;
+  uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
+  Item next;
+  if (index < items) next = load_item<kFp8>(a, index / parts, index % parts * kItem, lane);
+  while (index < items) {
+    const Item item = next;
+    const uint32_t token = index / parts, first = index % parts * kItem;
+    index += warps;
+    if (index < items) next = load_item<kFp8>(a, index / parts, index % parts * kItem, lane);
+    const Route r = route(places, item.expert, a.peers.experts);
+    if (first == 0) push_routing(a, r, token, lane);
+#pragma unroll
+    for (uint32_t l = 0; l < kLoads; ++l)
+      push_columns<kFp8>(a, item.columns[l], r.mask, token, first + l * kColumns, lane);
+  }
+  signal(a);
+}
+
+}  // namespace expertplex::attention
