@@ -29,12 +29,15 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     layout: str = "1P1D1E"
     """`xPyDzE`: how many prefill, decode and MoE servers."""
-    moe_backend: Literal["auto", "tiles", "torch"] = "auto"
-    """What computes experts: the tile scheduler (`tiles`), or one operation at a time (`torch`)."""
+    moe_backend: Literal["auto", "cuda", "tiles", "torch"] = "auto"
+    """What computes experts: the persistent kernel on GPUs (`cuda`); on CPUs the tile scheduler
+    (`tiles`), or one operation at a time (`torch`)."""
     moe_threads: NonNegative = 0
     """Worker threads of a MoE server on CPU; 0 takes a fair share of the cores."""
     attention_threads: NonNegative = 0
     """OpenMP threads of an attention server on CPU; 0 takes a fair share of the cores."""
+    prefill_sm_percent: Annotated[int, msgspec.Meta(ge=1, le=100)] = 60
+    """Share of a GPU's SMs that a prefill server may use where it shares the GPU."""
     moe_timeout_s: Positive = 60.0
     """Deadline of one remote MoE layer; passing it fails the attention server that waited."""
     spin_us: Annotated[int, msgspec.Meta(ge=-1)] = -1

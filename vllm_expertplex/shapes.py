@@ -7,8 +7,10 @@ import os
 from typing import Any
 
 from vllm_expertplex._comm import Shape
+from vllm_expertplex.comm.peer import SlotLayout
 from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.layout import ExpertMap, Layout
+from vllm_expertplex.quantization import QuantScheme, quant_scheme
 
 # A process that spins while another needs its core makes both slower, so it only pays when every
 # server has a core of its own; then this covers the usual gap between two layers.
@@ -23,6 +25,20 @@ def slot_shape(vllm_config: Any) -> Shape:
         model_config.get_hidden_size(),
         experts_per_token(model_config.hf_text_config),
         model_config.dtype.itemsize,
+    )
+
+
+def gpu_slot(vllm_config: Any) -> SlotLayout:
+    """The slots of an attention server in GPU memory: room for the most tokens of a step, and for
+    the largest CUDA graph, which pads steps.
+    """
+    model_config = vllm_config.model_config
+    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    return SlotLayout(
+        max(vllm_config.scheduler_config.max_num_batched_tokens, captured),
+        model_config.get_hidden_size(),
+        experts_per_token(model_config.hf_text_config),
+        quant_scheme(vllm_config) is QuantScheme.FP8_BLOCK,
     )
 
 

@@ -14,12 +14,12 @@ namespace expertplex::apk {
 // What the leader knows of the stage it is working on. Shared memory, one warp's own.
 struct StageCache {
   uint32_t tiles[kExperts + 1], rows[kExperts], row0[kExperts];
-  uint32_t where;  // template | layer << 16
-  uint32_t wide;   // the template's tiles
+  uint32_t where;   // template:11 | wide:1 | layer << 16
+  uint32_t tokens;  // of the operation
 };
 
 struct Claimer {
-  Worker worker;
+  Worker worker;  // its counters are what the host is told
   uint64_t word;  // p_i at the last claim
   bool known;     // the last claim found a tile, and the next may be taken the short way
 };
@@ -58,13 +58,12 @@ __device__ __forceinline__ void learn_stage(const State& s, const Template* temp
   const uint32_t lane = threadIdx.x % 32;
   if (lane == 0) {
     const Operation& op = s.queue[tile.phase].slot[tile.slot].op;
-    cache.where = static_cast<uint32_t>(op.user & 0xffff) | op.layer << 16;
+    cache.where = static_cast<uint32_t>(op.user & 0xfff) | op.layer << 16;
+    cache.tokens = tokens_of(op.user);
   }
   __syncwarp();
   if (tile.stage != kStageGateUp && tile.stage != kStageDown) return;
-  const Template& op = templates[cache.where & 0xffff];
-  const Groups& g = *op.groups;
-  if (lane == 0) cache.wide = op.wide;
+  const Groups& g = *templates[cache.where & 0x7ff].groups;
   const uint32_t* tiles = g.tiles[tile.stage == kStageDown ? kDown : kGateUp];
 #pragma unroll 4
   for (uint32_t e = lane; e < kExperts; e += 32) {
@@ -78,8 +77,8 @@ __device__ __forceinline__ void learn_stage(const State& s, const Template* temp
 
 // Which rows and columns a ticket of a GEMM stage stands for; the warp's lanes search the experts
 // together, and lane r gets the message of CTA r.
-__device__ __forceinline__ void locate_tile(const StageCache& cache, bool wide, uint32_t gemm,
-                                            uint32_t ticket, TileMessage& m) {
+__device__ __forceinline__ void locate_tile(const StageCache& cache, uint32_t gemm, uint32_t ticket,
+                                            TileMessage& m) {
   const uint32_t n = gemm_n(gemm), lane = threadIdx.x % 32, rank = lane;
   uint32_t expert = 0;
 #pragma unroll
@@ -88,7 +87,7 @@ __device__ __forceinline__ void locate_tile(const StageCache& cache, bool wide, 
         __popc(__ballot_sync(~0u, e + lane < kExperts && cache.tiles[e + lane + 1] <= ticket));
   const uint32_t within = ticket - cache.tiles[expert], rows = cache.rows[expert];
   uint32_t shape, block, col;
-  if (wide) {
+  if (m.wide()) {
     const uint32_t blocks = ceil_div(rows, 128), cols = ceil_div(n, kWideN), pairs = blocks / 2;
     if (within < pairs * cols) {
       const uint32_t band = within / (kRaster * cols), rest = within - band * kRaster * cols;

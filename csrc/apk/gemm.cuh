@@ -38,6 +38,14 @@ __device__ __forceinline__ uint32_t weight_offset(uint32_t shape) {
   return shape == kStackCols ? 8192 : 16384;
 }
 
+// Bytes of weights that a cluster reads for a tile; `m` is its first CTA's.
+__device__ __forceinline__ uint32_t weight_bytes(const TileMessage& m) {
+  const uint32_t gemm = m.tile.stage == kStageDown ? kDown : kGateUp, shape = m.shape();
+  const uint32_t cta = shape <= kPairCols ? kWideN : shape == kStackRows ? kNarrowN : 2 * kDecodeN;
+  const uint32_t columns = min(shape == kPairRows ? cta : 2 * cta, gemm_n(gemm) - m.col);
+  return columns * gemm_k_blocks(gemm) * 128;
+}
+
 // Called by one whole warp. `on_block(k)` runs before K block k is loaded (the tile's claim-ahead
 // mark).
 template <class OnBlock>

@@ -4,10 +4,11 @@
 // A cluster of two CTAs is one worker. In each CTA warps 0-7 compute, warp 8 loads by TMA, warp 10
 // stores and reports tiles as finished. In the leader CTA warp 9 claims tiles and sends each to all
 // warps of both CTAs through a ring of two messages, so both CTAs and all warps run the same tiles
-// in the same order. Warp 11 of CTA 0 is the controller, which submits operations; warp 11 of CTA 1
-// watches the clock and the host's words.
+// in the same order. Warp 11 of CTA 0 is the controller, which submits operations; warp 11 of every
+// CTA 1 tells the host what its cluster has done, and cluster 0's also watches the clock and the
+// host's words.
 // clang-format off
-#include "claim.cuh"  // first: what follows is compiled as it was measured
+#include "control.cuh"  // first: what follows is compiled as it was measured
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -16,95 +17,23 @@
 
 namespace expertplex::apk {
 
-constexpr uint32_t kRing = 2;
-constexpr uint32_t kTakers = kCluster * (kMathThreads / 32 + 2);
-
-struct SharedMemory {
-  GemmMemory gemm;
-  TileMessage ring[kRing];
-  Barrier ring_full[kRing], ring_empty[kRing];  // empty: the leader's, all takers of both CTAs
-  Barrier output_full[2], output_empty[2];      // per warpgroup, one phase per tile
-  Barrier claim_next;                           // one phase per tile: the leader may claim the next
-  Claimer claimer;                              // the leader's
-  StageCache known;
-  uint64_t deadline;       // %globaltimer; 0 ends every wait of this CTA
-  uint64_t tile_deadline;  // the same, for the leader's waits on its tiles
-  Operation arriving;      // the controller's
-  uint32_t ended;          // 1: this CTA has received the stop message
-  uint64_t began[kRing];
-  uint32_t peer_finished;  // tiles the other CTA has finished, kept in the leader
-};
-
-struct RingPosition {
-  uint32_t count = 0;  // tiles before this one
-  __device__ __forceinline__ uint32_t slot() const { return count % kRing; }
-  __device__ __forceinline__ uint32_t parity() const { return count / kRing & 1; }
-  __device__ __forceinline__ void advance() { ++count; }
-};
-
-__device__ __forceinline__ bool is_gemm(uint32_t stage) {
-  return stage == kStageGateUp || stage == kStageDown;
-}
-
-// The current message; a stop if the deadline has passed.
-__device__ __forceinline__ TileMessage take(SharedMemory& sh, const RingPosition& at) {
-  const bool ok = sh.ring_full[at.slot()].wait_cluster(at.parity(), &sh.deadline);
-  TileMessage m = sh.ring[at.slot()];
-  if (!__all_sync(~0u, ok)) m.tile.stage = kStop;
-  return m;
-}
-
-__device__ __forceinline__ void abort_cluster(SharedMemory& sh) {
-  for (uint32_t cta = 0; cta < kCluster; ++cta)
-    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_addr(smem_addr(&sh.deadline), cta)),
-                 "l"(0ull)
-                 : "memory");
-}
-
-__device__ __forceinline__ void report(const Launch& p, uint32_t reason, uint32_t cluster,
-                                       const Tile& t, uint32_t layer) {
-  if (atomicCAS_system(&p.report->reason, 0u, reason) != 0) return;
-  p.report->cluster = cluster;
-  p.report->phase = t.phase;
-  p.report->stage = t.stage;
-  p.report->layer = layer;
-  p.report->ticket = t.ticket;
-  p.report->slot = t.slot;
-  __threadfence_system();
-}
-
-// One warp: a check epoch, its words written by all lanes.
-__device__ __forceinline__ void announce_all(State& s, uint64_t now) {
-  const uint32_t lane = threadIdx.x % 32;
-  Epoch e{};
-  if (lane == 0) e = draw_epoch(s, now);
-  e = {__shfl_sync(~0u, e.number, 0), __shfl_sync(~0u, e.stop, 0),
-       __shfl_sync(~0u, e.decode_workers, 0)};
-  announce(s, e, lane, 32);
-  __syncwarp();
-}
-
-// One warp.
-__device__ __forceinline__ void stop_workers(State& s, uint32_t how) {
-  if (threadIdx.x % 32 == 0) raise(s.stop, how);
-  __syncwarp();
-  announce_all(s, global_ns());
-  if (threadIdx.x % 32 == 0) wake(s);
-}
-
 // One thread: waits for a tile of any stage. False: stop.
 __device__ __forceinline__ bool claim_any(SharedMemory& sh, const Launch& p, Tile& tile) {
   State& s = *p.state;
+  uint64_t idle_since = 0;
   while (true) {
     const uint32_t seen = load_acquire(s.work);
     const uint64_t now = global_ns();
+    if (idle_since) count(sh.tally.idle_ns, now - idle_since);
+    idle_since = now;
     sh.claimer.word =
         load_relaxed(s.p[sh.claimer.worker.index].value);  // at or before what claim() sees
     const Next next = claim(s, sh.claimer.worker, now, tile);
     if (next == Next::kStop) return false;
     if (next == Next::kTile) {
       if (p.times) {
-        auto* first = &p.times[s.queue[tile.phase].slot[tile.slot].op.user >> 16].first_tile;
+        const uint64_t user = s.queue[tile.phase].slot[tile.slot].op.user;
+        auto* first = &p.times[identity_of(user)].first_tile;
         if (load_relaxed(*first) == 0) store_relaxed(*first, global_ns());
       }
       return true;
@@ -129,14 +58,21 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
   __syncwarp();
   for (RingPosition at;; at.advance()) {
     const uint64_t now = global_ns();
-    const uint64_t limit = min(now + p.tile_ns, *static_cast<volatile uint64_t*>(&sh.deadline));
+    const uint64_t limit = min(p.tile_ns ? now + p.tile_ns : ~uint64_t{0},
+                               *static_cast<volatile uint64_t*>(&sh.deadline));
     *static_cast<volatile uint64_t*>(&sh.tile_deadline) = limit;
     __syncwarp();
     bool ok = sh.ring_empty[at.slot()].wait(at.parity() ^ 1, &sh.tile_deadline);
     if (at.count) ok &= sh.claim_next.wait((at.count - 1) & 1, &sh.tile_deadline);
     if (!__all_sync(~0u, ok)) {  // the tile before does not get on
       if (lane == 0) {
-        report(p, limit == now + p.tile_ns ? 2 : 1, cluster, m.tile, m.layer());
+        report(p, limit == now + p.tile_ns ? kTileTooLong : kOutOfTime,
+               {.cluster = cluster,
+                .phase = m.tile.phase,
+                .stage = m.tile.stage,
+                .layer = m.layer(),
+                .ticket = m.tile.ticket,
+                .slot = m.tile.slot});
         abort_cluster(sh);
         raise(s.stop, static_cast<uint32_t>(kAbort));  // watch() tells the others
       }
@@ -152,10 +88,11 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
     if (got == 2) learn_stage(s, p.templates, m.tile, sh.known);
     if (got == 0) m.tile.stage = kStop;
     m.where = sh.known.where;
-    m.row = m.col = m.packed = 0;
+    m.row = m.col = 0;
+    m.packed = sh.known.tokens;
     if (got && is_gemm(m.tile.stage)) {
       const bool down = m.tile.stage == kStageDown;
-      locate_tile(sh.known, sh.known.wide, down ? kDown : kGateUp, m.tile.ticket, m);
+      locate_tile(sh.known, down ? kDown : kGateUp, m.tile.ticket, m);
     }
     if (lane < kCluster) {
       sh.ring_full[at.slot()].arrive_expect_at(sizeof(TileMessage), lane);
@@ -237,10 +174,12 @@ __device__ __forceinline__ void complete(SharedMemory& sh, const Launch& p, uint
     Operation op;
     // Still this operation's: its stage has a tile unfinished.
     const uint32_t identity =
-        p.trace ? static_cast<uint32_t>(s.queue[m.tile.phase].slot[m.tile.slot].op.user >> 16) : 0;
+        p.trace ? identity_of(s.queue[m.tile.phase].slot[m.tile.slot].op.user) : 0;
     const Finish result = finish(s, m.tile, op);
     const uint64_t now = global_ns();
-    if (result == Finish::kDone && p.times) store_release(p.times[op.user >> 16].done, now);
+    if (result == Finish::kDone) publish(p, op, now);
+    count(sh.tally.busy_ns[m.tile.phase], now - began);
+    if (gemm) count(sh.tally.weight_bytes, weight_bytes(m));
     if (p.trace && traced < p.trace_capacity)
       p.trace[static_cast<size_t>(cluster) * p.trace_capacity + traced++] = {
           began, now, m.tile.phase, m.tile.stage, identity, m.tile.ticket};
@@ -292,55 +231,6 @@ __device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint3
   }
 }
 
-// Warp 11 of CTA 0: the controller.
-__device__ __forceinline__ void control(SharedMemory& sh, const Launch& p, uint64_t start_ns) {
-  const uint32_t lane = threadIdx.x % 32;
-  State& s = *p.state;
-  for (uint32_t next = 0; next < p.n_arrivals;) {
-    const Arrival& arrival = p.arrivals[next];
-    const uint64_t due = start_ns + arrival.at_ns;
-    uint64_t now = global_ns();
-    Operation& op = sh.arriving;  // read before it is due
-    const auto* from = reinterpret_cast<const uint32_t*>(&arrival.op);
-    if (lane < sizeof(Operation) / 4) reinterpret_cast<uint32_t*>(&op)[lane] = from[lane];
-    __syncwarp();
-    const uint64_t* earlier = arrival.after == ~0u ? nullptr : &p.times[arrival.after].done;
-    while ((now < due || (earlier && load_acquire(*earlier) == 0)) && load_relaxed(s.stop) == kRun)
-      now = global_ns();
-    if (load_relaxed(s.stop) != kRun) return;
-    uint32_t queued = 0;
-    if (lane == 0) {
-      if (p.times) p.times[op.user >> 16].submitted = now;
-      queued = enqueue(s, arrival.phase, op, ~0ull) == Submit::kQueued;
-    }
-    queued = __shfl_sync(~0u, queued, 0);
-    if (!queued) continue;  // its source has two operations in flight
-    ++next;
-    if (arrival.phase == kDecode) announce_all(s, now);
-    if (lane == 0) wake(s);
-    __syncwarp();
-  }
-  stop_workers(s, kDrain);
-}
-
-// Warp 11 of CTA 1: the words the host shares, which take microseconds to read, and the time limit.
-__device__ __forceinline__ void watch(SharedMemory& sh, const Launch& p) {
-  State& s = *p.state;
-  uint32_t told = kRun;
-  while (load_relaxed(sh.ended) == 0) {
-    const uint64_t now = global_ns();
-    *static_cast<volatile uint64_t*>(p.heartbeat) = now;
-    uint32_t stop = *static_cast<const volatile uint32_t*>(p.stop);
-    if (load_relaxed(s.stop) == kAbort) stop = kAbort;
-    if (now >= *static_cast<volatile uint64_t*>(&sh.deadline)) {
-      if (threadIdx.x % 32 == 0) report(p, 1, 0, Tile{}, 0);
-      stop = kAbort;
-    }
-    if (stop > told) stop_workers(s, told = stop);
-    __nanosleep(2000);
-  }
-}
-
 }  // namespace expertplex::apk
 
 namespace apk = expertplex::apk;
@@ -375,7 +265,8 @@ extern "C" __global__ void __cluster_dims__(apk::kCluster, 1, 1) __launch_bounds
     }
     sh.claim_next.init(1);
     sh.peer_finished = sh.ended = 0;
-    sh.deadline = start_ns + p.max_ns;
+    sh.deadline = p.max_ns ? start_ns + p.max_ns : ~uint64_t{0};
+    sh.tally = Tally{};
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();
   }
@@ -391,8 +282,8 @@ extern "C" __global__ void __cluster_dims__(apk::kCluster, 1, 1) __launch_bounds
       complete(sh, p, rank, cluster);
     else if (warp == 11 && blockIdx.x == 0)
       control(sh, p, start_ns);
-    else if (warp == 11 && blockIdx.x == 1)
-      watch(sh, p);
+    else if (warp == 11 && rank == 1)
+      watch(sh, p, cluster);
     __syncwarp();
   } else {
     cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
@@ -404,8 +295,9 @@ extern "C" __global__ void __cluster_dims__(apk::kCluster, 1, 1) __launch_bounds
 
 // Sizes for the host's mirror of these structures, checked at start.
 extern "C" __device__ const uint32_t expertplex_apk_sizes[] = {
-    sizeof(expertplex::State),         sizeof(expertplex::apk::Groups),
-    sizeof(expertplex::apk::Template), sizeof(expertplex::apk::Layer),
-    sizeof(expertplex::apk::Arrival),  sizeof(expertplex::apk::TileTime),
-    sizeof(expertplex::apk::Launch),   sizeof(expertplex::apk::SharedMemory),
-    sizeof(expertplex::Config),        sizeof(expertplex::apk::Times)};
+    sizeof(expertplex::State),           sizeof(expertplex::apk::Groups),
+    sizeof(expertplex::apk::Template),   sizeof(expertplex::apk::Layer),
+    sizeof(expertplex::apk::Arrival),    sizeof(expertplex::apk::TileTime),
+    sizeof(expertplex::apk::Launch),     sizeof(expertplex::apk::SharedMemory),
+    sizeof(expertplex::Config),          sizeof(expertplex::apk::Times),
+    sizeof(expertplex::apk::ServedSlot), sizeof(expertplex::apk::Report)};

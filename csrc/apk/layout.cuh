@@ -39,8 +39,8 @@ struct Groups {
   uint32_t tiles[2][kExperts + 1];  // cluster tiles of GateUp and Down before this expert
 };
 
-// Buffers and descriptors of one operation slot, made before launch. T tokens at most, R rows (R a
-// multiple of 64).
+// Buffers and descriptors of one operation in flight, made before launch and never changed. T
+// tokens at most, R rows (R a multiple of 64).
 struct alignas(128) Template {
   cute::TmaDescriptor a[2][2];    // [gemm][0: 128-row box, 1: 64-row box], [R, k]
   cute::TmaDescriptor sfa[2][2];  // fp32 [k/128, R]
@@ -59,11 +59,7 @@ struct alignas(128) Template {
   float* act_scales;              // [I/128, R]
   const void* down;               // bf16 [R, H]
   Groups* groups;
-  uint32_t n_tokens;      // of the operation in flight
   uint32_t row_capacity;  // R
-  uint32_t wide;          // 1: 128x192 tiles (prefill); 0: 128x128 and 64x256 (decode)
-  uint32_t copy_items, act_items,
-      gather_items;  // (token, expert) pairs or column slices per warp and tile
 };
 
 struct alignas(128) Layer {
@@ -76,13 +72,15 @@ struct alignas(128) Layer {
 struct alignas(16) TileMessage {
   Tile tile;
   uint32_t row, col;  // this CTA's first row and column of a GEMM tile
-  uint32_t packed;    // valid rows | expert << 8 | shape << 24
-  uint32_t where;     // template | layer << 16
+  uint32_t packed;    // of a GEMM tile: valid rows | expert << 8 | shape << 24; else tokens
+  uint32_t where;     // template:11 | wide:1 | layer << 16
 
   __device__ uint32_t rows() const { return packed & 0xff; }
   __device__ uint32_t expert() const { return packed >> 8 & 0xffff; }
   __device__ uint32_t shape() const { return packed >> 24; }
-  __device__ uint32_t operation() const { return where & 0xffff; }
+  __device__ uint32_t tokens() const { return packed; }
+  __device__ uint32_t operation() const { return where & 0x7ff; }
+  __device__ bool wide() const { return where >> 11 & 1; }
   __device__ uint32_t layer() const { return where >> 16; }
 };
 static_assert(sizeof(TileMessage) == 32);
@@ -90,11 +88,31 @@ static_assert(sizeof(TileMessage) == 32);
 // An operation of a finite run: submitted `at_ns` after the kernel has started and after another
 // has ended.
 struct Arrival {
-  Operation op;  // user: template | identity << 16
+  Operation op;  // n_stages 0: all six, as set_stages() makes them
   uint64_t at_ns;
   uint32_t phase;
   uint32_t after;  // identity of the other; ~0: none
 };
+
+// An attention server's slot, served by a resident run: template i is slot i's.
+struct ServedSlot {
+  const uint64_t* ready;  // in this GPU: seq:32 | prefill:1 | layer:11 | tokens:20; a new seq is an
+                          // operation, which the inputs' release precedes
+  uint64_t* done;         // in the attention server's GPU: seq of the latest finished operation
+  uint32_t source;        // the scheduler's
+  uint32_t max_tokens;
+  uint32_t seen;  // the controller's: seq of the latest operation it took, across launches
+  uint32_t reserved;
+};
+
+// What one cluster has done, beside the scheduler's own Counters. Each word has one writer.
+struct Tally {
+  uint64_t idle_ns, busy_ns[kPhases], weight_bytes;
+};
+// Of each cluster in Launch::tallies: Counters, Tally, its p_i.
+constexpr uint32_t kTallyWords = (sizeof(Counters) + sizeof(Tally)) / 8 + 1;
+constexpr uint32_t kTallyStride = 16;
+static_assert(kTallyWords <= kTallyStride);
 
 // Of one operation, indexed by its identity. %globaltimer, ns.
 struct Times {
@@ -107,27 +125,41 @@ struct TileTime {
   uint32_t phase, stage, identity, ticket;
 };
 
-// Why the kernel ended early. Host memory; zero while all is well.
+// What went wrong. Host memory; zero while all is well.
+enum Reason : uint32_t {
+  kAllWell,
+  kOutOfTime,  // of the launch
+  kTileTooLong,
+  kOverdue,        // an operation; ticket: tiles claimed of its stage
+  kNotAnOperation  // a ready word that cannot be served: ignored, the kernel goes on
+};
 struct Report {
-  uint32_t
-      reason;  // 0 none, 1 launch time is over, 2 a tile took too long, 3 an operation is overdue
-  uint32_t cluster, phase, stage, layer, ticket, slot, reserved;
+  uint32_t taken;   // 1: somebody is writing or has written the rest
+  uint32_t reason;  // written last
+  uint32_t cluster, phase, stage, layer, ticket, slot;
+  uint32_t count;  // kOverdue: unfinished tiles; kNotAnOperation: tokens
 };
 
 struct Launch {
   State* state;
   const Template* templates;
   const Layer* layers;
-  const Arrival* arrivals;
-  Times* times;
-  TileTime* trace;        // [clusters, trace_capacity], or null
-  uint32_t* trace_count;  // [clusters]
+  const Arrival* arrivals;  // a finite run's
+  Times* times;             // the same
+  ServedSlot* slots;        // a resident run's; null: finite
+  uint64_t* tallies;        // host memory, [clusters, kTallyStride]; or null
+  uint32_t* request;        // StopRequest that the controller is to follow
+  TileTime* trace;          // [clusters, trace_capacity], or null
+  uint32_t* trace_count;    // [clusters]
   Report* report;
   uint64_t* heartbeat;   // host memory: %globaltimer of the controller's latest round
   const uint32_t* stop;  // host memory: StopRequest
-  uint64_t max_ns;       // the launch ends after this time whatever happens
-  uint64_t tile_ns;      // a tile that takes longer is reported and ends the launch
+  // Limits; 0: none.
+  uint64_t max_ns;        // the launch ends after this time whatever happens
+  uint64_t tile_ns;       // a tile that takes longer is reported and ends the launch
+  uint64_t operation_ns;  // the same for an operation
   uint32_t n_arrivals, trace_capacity;
+  uint32_t n_slots, n_layers;
 };
 
 }  // namespace expertplex::apk

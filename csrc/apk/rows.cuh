@@ -7,13 +7,11 @@
 #include <cuda_fp8.h>
 
 #include "gemm.cuh"
+#include "operation.cuh"
 #include "scheduler/scheduler.h"
 
 namespace expertplex::apk {
 
-constexpr uint32_t kWarpsPerCluster = kCluster * kMathThreads / 32;
-constexpr uint32_t kCountPairs = 4096;  // (token, expert) pairs one CTA counts per tile
-constexpr uint32_t kGatherColumns = 512;
 constexpr uint32_t kNoRow = ~0u;
 
 // Cluster tiles of one expert's rows, and x_moe's unit: see locate_tile() for the order.
@@ -46,7 +44,7 @@ __device__ __forceinline__ uint4 scan(uint4 v, uint4* scratch) {
 // and tiles.
 __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const Template& op,
                                            uint32_t rank, uint32_t* scratch) {
-  const uint32_t t = thread_index(), pairs = op.n_tokens * kTopK;
+  const uint32_t t = thread_index(), pairs = m.tokens() * kTopK;
   uint32_t *seen = scratch, *base = seen + kMathThreads, *flag = base + kMathThreads;
   uint4* sums = reinterpret_cast<uint4*>(flag + 4);
   Epoch* epoch = reinterpret_cast<Epoch*>(sums + kMathThreads / 32);
@@ -60,6 +58,7 @@ __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t pair = first + i * kMathThreads + t;
     expert[i] = pair < pairs ? __ldcg(op.expert_ids + pair) : -1;
+    if (expert[i] >= static_cast<int32_t>(kExperts)) expert[i] = -1;  // wrong: harms no others
   }
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i)
@@ -81,7 +80,7 @@ __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const
   if (!*flag) return;
 
   Groups& g = *op.groups;
-  const bool wide = op.wide;
+  const bool wide = m.wide();
   const uint32_t rows = t < kExperts ? __ldcg(g.counting + t) : 0;
   const uint4 end = scan({ceil_div(rows, 64) * 64, expert_tiles(rows, gemm_n(kGateUp), wide),
                           expert_tiles(rows, gemm_n(kDown), wide), ceil_div(rows, wide ? 128 : 64)},
@@ -110,11 +109,13 @@ __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const
   if (*flag) announce(s, *epoch, t, kMathThreads);
 }
 
-// Pairs [first, last) of this warp in a tile whose warps take `each` pairs.
-__device__ __forceinline__ void warp_range(uint32_t ticket, uint32_t rank, uint32_t each,
-                                           uint32_t total, uint32_t& first, uint32_t& last) {
-  first =
-      min(total, ((ticket * kCluster + rank) * (kMathThreads / 32) + thread_index() / 32) * each);
+// Items [first, last) of this warp, of `total` in the stage.
+template <Stage kStage>
+__device__ __forceinline__ void warp_range(const TileMessage& m, uint32_t rank, uint32_t total,
+                                           uint32_t& first, uint32_t& last) {
+  const uint32_t each = items_per_warp(kStage, m.tokens());
+  const uint32_t warp = (m.tile.ticket * kCluster + rank) * (kMathThreads / 32);
+  first = min(total, (warp + thread_index() / 32) * each);
   last = min(total, first + each);
 }
 
@@ -126,7 +127,7 @@ __device__ __forceinline__ void copy_tile(const TileMessage& m, const Template& 
   constexpr uint32_t kRowBytes = kHidden * kElementBytes, kChunks = kRowBytes / 16;
   const uint32_t lane = thread_index() % 32;
   uint32_t first, last;
-  warp_range(m.tile.ticket, rank, op.copy_items, op.n_tokens * kTopK, first, last);
+  warp_range<kCopy>(m, rank, m.tokens() * kTopK, first, last);
   halfway();
   while (first < last) {
     const uint32_t token = first / kTopK, end = min(last, (token + 1) * kTopK), pairs = end - first;
@@ -180,9 +181,9 @@ __device__ __forceinline__ void activate_tile(const TileMessage& m, const Templa
   constexpr uint32_t kSteps = ceil_div(kIntermediate, 256), kAtOnce = kSteps < 8 ? kSteps : 8;
   const uint32_t lane = thread_index() % 32;
   uint32_t first, last;
-  warp_range(m.tile.ticket, rank, op.act_items, op.n_tokens * kTopK, first, last);
+  warp_range<kActivate>(m, rank, m.tokens() * kTopK, first, last);
   const uint32_t rows =
-      first + lane < last ? __ldcg(op.row_of + first + lane) : kNoRow;  // act_items is at most 32
+      first + lane < last ? __ldcg(op.row_of + first + lane) : kNoRow;  // at most 32 items
   halfway();
   for (uint32_t i = 0; i < last - first; ++i) {
     const uint32_t row = __shfl_sync(~0u, rows, i);
@@ -252,15 +253,15 @@ __device__ __forceinline__ void activate_tile(const TileMessage& m, const Templa
 template <class Halfway>
 __device__ __forceinline__ void gather_tile(const TileMessage& m, const Template& op, uint32_t rank,
                                             Halfway halfway) {
-  constexpr uint32_t kSlices = ceil_div(kHidden, kGatherColumns);
   const uint32_t lane = thread_index() % 32;
   uint32_t first, last;
-  warp_range(m.tile.ticket, rank, op.gather_items, op.n_tokens * kSlices, first, last);
+  warp_range<kGather>(m, rank, m.tokens() * kGatherSlices, first, last);
   halfway();
   uint32_t known = kNoRow, row = kNoRow;
   float weight = 0;
   for (; first < last; ++first) {
-    const uint32_t token = first / kSlices, begin = first % kSlices * kGatherColumns + lane * 8;
+    const uint32_t token = first / kGatherSlices,
+                   begin = first % kGatherSlices * kGatherColumns + lane * 8;
     if (token != known && lane < kTopK) {
       row = __ldcg(op.row_of + token * kTopK + lane);
       weight = __ldcg(op.expert_weights + token * kTopK + lane);

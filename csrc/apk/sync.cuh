@@ -121,6 +121,16 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Words shared with other GPUs: what is written before a release is there for whoever acquires it.
+__device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* word) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_release_system(uint64_t* word, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(v) : "memory");
+}
+
 template <uint32_t kThreads>
 __device__ __forceinline__ void sync_threads(uint32_t id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");

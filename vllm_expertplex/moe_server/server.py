@@ -6,11 +6,10 @@ Must not know: requests, HTTP, other MoE servers.
 
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.config import VllmConfig
@@ -44,15 +43,40 @@ def main(
     set_process_title(f"expertplex-{me.name}")
     decorate_logs(me.name)
     try:
-        MoeServer(run_dir, me, config, vllm_configs).run()
+        server_class(config)(run_dir, me, config, vllm_configs).run()
     except Exception as error:
         logger.exception("%s failed", me.name)
         write_error(run_dir, me, f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 
+class ServerLike(Protocol):
+    """A loaded MoE server."""
+
+    def run(self) -> None:
+        """Serve until the board's stop word is set."""
+
+
+def server_class(config: ExpertPlexConfig) -> Callable[..., ServerLike]:
+    """What serves here. Raises ValueError for a backend that this platform does not have."""
+    from vllm.platforms import current_platform
+
+    chosen, cuda = config.moe_backend, current_platform.is_cuda()
+    if chosen != "auto" and (chosen == "cuda") != cuda:
+        there = "cuda" if cuda else "tiles or torch"
+        raise ValueError(
+            f"moe_backend {chosen} does not run on {current_platform.device_type}; use auto or "
+            f"{there}"
+        )
+    if not cuda:
+        return MoeServer
+    from vllm_expertplex.moe_server.cuda_server import CudaMoeServer
+
+    return CudaMoeServer
+
+
 class MoeServer:
-    """The experts of one server and the slots of all attention servers."""
+    """The experts of one server on CPU, and the slots of all attention servers."""
 
     def __init__(
         self,
@@ -63,12 +87,14 @@ class MoeServer:
     ) -> None:
         from vllm.plugins import load_general_plugins
 
+        from vllm_expertplex.moe_server.load import load_layers
+
         load_general_plugins()
         torch.set_num_threads(threads(config))  # for loading
         layout = config.parsed_layout
         vllm_config = vllm_configs[0]
         start = time.monotonic()
-        layers = _load(vllm_config, expert_map(vllm_config, layout).local_experts(me.rank))
+        layers = load_layers(vllm_config, expert_map(vllm_config, layout).local_experts(me.rank))
         weights = list(layers.values())
         dtype: Any = vllm_config.model_config.dtype
         self._backend = make_backend(me, config, weights, dtype)
@@ -168,16 +194,3 @@ def trace_file(path: str, me: Server) -> str:
     """`trace.json` -> `trace-moe-0.json`: one file per MoE server."""
     file = Path(path)
     return str(file.with_name(f"{file.stem}-{me.name}{file.suffix}"))
-
-
-def _load(vllm_config: VllmConfig, local_experts: Sequence[int]) -> dict[str, ExpertWeights]:
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-
-    from vllm_expertplex.moe_server.store import load_experts
-
-    # vLLM's model classes ask for process groups; this one has only this process in it.
-    with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(vllm_config):
-        init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        return load_experts(vllm_config, local_experts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,10 +16,7 @@ from . import structs
 from .driver import tensor_map
 from .jit import KernelShape
 
-WARPS = 16  # of one cluster that walk rows
 ROW_ALIGNMENT = 64  # an expert's rows begin at a multiple of this
-COUNT_PAIRS = 8192  # (token, expert) pairs per cluster and tile
-GATHER_COLUMNS = 512
 
 
 def _ceil(a: int, b: int) -> int:
@@ -45,6 +43,13 @@ def expert_tiles(rows: int, n: int, wide: bool, decode_n: int = 64) -> int:
     if rows <= 64:
         return _ceil(n, 4 * decode_n) if rows else 0
     return _ceil(rows, 128) * _ceil(n, 256)
+
+
+def buffer_bytes(shape: KernelShape, tokens: int) -> int:
+    """GPU memory of `OperationBuffers` for `tokens` tokens."""
+    h, i, item = shape.hidden, shape.intermediate, 2 if shape.bf16 else 1
+    per_row = (h + i) * item + (h + i) // 128 * 4 + (2 * i + h) * 2
+    return max_rows(shape, tokens) * per_row + tokens * shape.top_k * 8
 
 
 class LayerWeights:
@@ -80,30 +85,37 @@ class LayerWeights:
             self.struct.scales[g] = scales.data_ptr() if scales is not None else 0
 
 
-class OperationTemplate:
-    """Buffers and descriptors of one operation slot. `wide`: prefill's tiles, else decode's."""
+class Operands(NamedTuple):
+    """Device addresses of what an operation is given and where its result goes; T tokens."""
+
+    tokens: int  # [T, H] FP8 or bf16
+    token_scales: int  # [T, H / 128] fp32; FP8 only
+    expert_ids: int  # [T, K] int32: local expert, or negative where it is elsewhere
+    expert_weights: int  # [T, K] fp32
+    result: int  # [T, H] bf16
+
+
+class OperationBuffers:
+    """What the kernel needs to run operations of up to `tokens` tokens, one at a time: rows in
+    expert order, intermediate values, descriptors. `operands` stay the caller's.
+    """
 
     def __init__(
         self,
         shape: KernelShape,
         tokens: int,
-        wide: bool,
+        operands: Operands,
         device: torch.device,
         rows: int | None = None,
     ) -> None:
         h, i, k = shape.hidden, shape.intermediate, shape.top_k
-        self.shape, self.max_tokens, self.wide = shape, tokens, wide
+        self.shape, self.max_tokens = shape, tokens
         self.row_capacity = r = rows or max_rows(shape, tokens)
         act = torch.bfloat16 if shape.bf16 else torch.float8_e4m3fn
 
         def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        self.tokens = empty(tokens, h, dtype=act)
-        self.token_scales = empty(tokens, h // 128, dtype=torch.float32)
-        self.expert_ids = empty(tokens, k, dtype=torch.int32)
-        self.expert_weights = empty(tokens, k, dtype=torch.float32)
-        self.result = empty(tokens, h, dtype=torch.bfloat16)
         self.position = empty(tokens, k, dtype=torch.int32)
         self.row_of = empty(tokens, k, dtype=torch.int32)
         self.rows, self.row_scales = empty(r, h, dtype=act), empty(h // 128, r, dtype=torch.float32)
@@ -113,9 +125,9 @@ class OperationTemplate:
         self.groups = torch.zeros(
             1 + 2 * shape.experts + 3 * (shape.experts + 1), dtype=torch.int32, device=device
         )
-        self.struct = self._describe()
+        self.struct = self._describe(operands)
 
-    def _describe(self) -> structs.Template:
+    def _describe(self, operands: Operands) -> structs.Template:
         s, columns = structs.Template(), 64 if self.shape.bf16 else 128
         for g, (a, sfa, out) in enumerate(
             ((self.rows, self.row_scales, self.hidden), (self.act, self.act_scales, self.down))
@@ -124,12 +136,9 @@ class OperationTemplate:
                 s.a[g][b][:] = tensor_map(a, box, columns, True)
                 s.sfa[g][b][:] = tensor_map(sfa, 1, box, False)
             s.out[g][:] = tensor_map(out, 64, 64, True)
+        for name, address in operands._asdict().items():
+            setattr(s, name, address)
         for name in (
-            "tokens",
-            "token_scales",
-            "expert_ids",
-            "expert_weights",
-            "result",
             "position",
             "row_of",
             "rows",
@@ -141,42 +150,50 @@ class OperationTemplate:
             "groups",
         ):
             setattr(s, name, getattr(self, name).data_ptr())
-        s.row_capacity, s.wide = self.row_capacity, int(self.wide)
-        self._set_tokens(s, self.max_tokens)
+        s.row_capacity = self.row_capacity
         return s
 
-    def _set_tokens(self, s: structs.Template, tokens: int) -> None:
-        """Work per warp and tile: small for decode, so that a few tokens spread over the GPU."""
-        k, busy = self.shape.top_k, 66 * WARPS
-        s.n_tokens = tokens
-        s.copy_items = k if tokens * k > busy else 1
-        s.act_items = min(4, _ceil(tokens * k, busy))
-        s.gather_items = min(3, _ceil(tokens * _ceil(self.shape.hidden, GATHER_COLUMNS), busy))
+
+class OperationTemplate(OperationBuffers):
+    """Buffers with operands of their own, for operations that the host lists.
+
+    `wide`: prefill's tiles, else decode's.
+    """
+
+    def __init__(
+        self,
+        shape: KernelShape,
+        tokens: int,
+        wide: bool,
+        device: torch.device,
+        rows: int | None = None,
+    ) -> None:
+        def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(tokens, columns, dtype=dtype, device=device)
+
+        self.tokens = empty(shape.hidden, torch.bfloat16 if shape.bf16 else torch.float8_e4m3fn)
+        self.token_scales = empty(shape.hidden // 128, torch.float32)
+        self.expert_ids = empty(shape.top_k, torch.int32)
+        self.expert_weights = empty(shape.top_k, torch.float32)
+        self.result = empty(shape.hidden, torch.bfloat16)
+        operands = Operands(*(getattr(self, name).data_ptr() for name in Operands._fields))
+        super().__init__(shape, tokens, operands, device, rows)
+        self.wide, self.n_tokens = wide, tokens
 
     def set_tokens(self, tokens: int) -> None:
+        """How many tokens the next operation has."""
         if not 0 < tokens <= self.max_tokens:
             raise ValueError(
                 f"{tokens} tokens in an operation; this template takes 1 to {self.max_tokens}"
             )
-        self._set_tokens(self.struct, tokens)
+        self.n_tokens = tokens
 
     def operation(
         self, template: int, identity: int, layer: int = 0, x_moe: int = 0
     ) -> structs.Operation:
-        """All six stages; the GEMMs' tiles follow from the count."""
-        s, k = self.struct, self.shape.top_k
-        op = structs.Operation(
-            sources=1, user=template | identity << 16, layer=layer, x_moe=x_moe, n_stages=6
-        )
-        pairs = s.n_tokens * k
-        op.tiles[structs.COUNT] = _ceil(pairs, COUNT_PAIRS)
-        op.tiles[structs.COPY] = _ceil(pairs, WARPS * s.copy_items)
-        op.tiles[structs.GATE_UP] = op.tiles[structs.DOWN] = 1  # until counted
-        op.tiles[structs.ACTIVATE] = _ceil(pairs, WARPS * s.act_items)
-        op.tiles[structs.GATHER] = _ceil(
-            s.n_tokens * _ceil(self.shape.hidden, GATHER_COLUMNS), WARPS * s.gather_items
-        )
-        return op
+        """All six stages; the kernel works out their tiles."""
+        user = structs.handle(template, self.wide, self.n_tokens, identity)
+        return structs.Operation(sources=1, user=user, layer=layer, x_moe=x_moe, n_stages=0)
 
     def set_groups(self, rows: Sequence[int], row0: Sequence[int] | None = None) -> None:
         """Lays out experts' rows from the host, for running GEMM stages alone.
@@ -202,9 +219,8 @@ class OperationTemplate:
         self, template: int, identity: int, stage: int, layer: int = 0, x_moe: int = 0
     ) -> structs.Operation:
         """One GEMM stage over the groups of `set_groups`."""
-        op = structs.Operation(
-            sources=1, user=template | identity << 16, layer=layer, x_moe=x_moe, n_stages=6
-        )
+        user = structs.handle(template, self.wide, self.n_tokens, identity)
+        op = structs.Operation(sources=1, user=user, layer=layer, x_moe=x_moe)
         op.tiles[stage] = self.totals[0 if stage == structs.GATE_UP else 1]
         op.n_stages = stage + 1
         return op

@@ -1,4 +1,4 @@
-"""Loads, launches and watches the persistent kernel."""
+"""Loads the persistent kernel, and runs it over a list of operations (a finite run)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from . import structs
 from .buffers import LayerWeights, OperationTemplate, to_device
 from .driver import Module, launch
 from .jit import KernelShape, kernel_path
+from .report import KernelHang, ReportWord, describe
 
 THREADS = 384
 _MIRRORED = {
@@ -23,12 +24,9 @@ _MIRRORED = {
     6: structs.Launch,
     8: structs.Config,
     9: structs.Times,
+    10: structs.ServedSlot,
+    11: structs.Report,
 }
-REASONS = {1: "the launch ran out of time", 2: "a tile took too long", 3: "an operation is overdue"}
-
-
-class KernelHang(RuntimeError):
-    """The kernel ended early; the message names what it was doing."""
 
 
 class TileTime(NamedTuple):
@@ -72,10 +70,21 @@ class PersistentKernel:
         self._main = self._module.function("expertplex_apk", self.shared_bytes)
         self._init = self._module.function("expertplex_apk_init")
         self.state_bytes = sizes[0]
-        self._report = torch.zeros(
-            ctypes.sizeof(structs.Report), dtype=torch.uint8, pin_memory=True
-        )
+        self._report = ReportWord()
         self._words = torch.zeros(64, dtype=torch.int64, pin_memory=True)  # heartbeat, stop
+
+    def budget(self) -> structs.Budget:
+        """Decode may have every SM."""
+        sms = 2 * self.clusters
+        return structs.Budget(sms, sms, 1, 2)
+
+    def initialise(self, state: torch.Tensor, config: structs.Config) -> None:
+        """Scheduler state in zeroed device memory, on the current stream."""
+        stream = torch.cuda.current_stream()
+        launch(self._init, 1, 1, 0, stream, ctypes.c_uint64(state.data_ptr()), config)
+
+    def start(self, arguments: structs.Launch, stream: torch.cuda.Stream) -> None:
+        launch(self._main, 2 * self.clusters, THREADS, self.shared_bytes, stream, arguments)
 
     def prepare(
         self,
@@ -140,31 +149,31 @@ class FiniteRun:
         )
         self._trace = torch.zeros(k.clusters * trace * 4 + 1, dtype=torch.int64, device=device)
         self._traced = torch.zeros(k.clusters, dtype=torch.int32, device=device)
-        all_sms = 2 * k.clusters
-        config = structs.Config(
-            k.clusters, quantum, hold_ns, budget or structs.Budget(all_sms, all_sms, 1, 2)
-        )
-        # What a run starts from, made once: a launch is then one copy and one kernel.
-        self._live = torch.zeros(k.state_bytes + self.n * 24, dtype=torch.uint8, device=device)
-        stream = torch.cuda.current_stream()
-        launch(k._init, 1, 1, 0, stream, ctypes.c_uint64(self._live.data_ptr()), config)
+        config = structs.Config(k.clusters, quantum, hold_ns, budget or k.budget())
+        # What a run starts from, made once: a launch is then one copy and one kernel. After the
+        # state: times, and the word that tells the controller to stop.
+        end = k.state_bytes + self.n * 24
+        self._live = torch.zeros(end + 8, dtype=torch.uint8, device=device)
+        k.initialise(self._live, config)
         self._initial = self._live.clone()
-        self._times = self._live[k.state_bytes :].view(torch.int64).view(self.n, 3)
+        self._times = self._live[k.state_bytes : end].view(torch.int64).view(self.n, 3)
         self.arguments = structs.Launch(
             state=self._live.data_ptr(),
             templates=self._templates.data_ptr(),
             layers=self._layers.data_ptr(),
             arrivals=self._arrivals.data_ptr(),
             times=self._times.data_ptr(),
+            request=self._live.data_ptr() + end,
             trace=self._trace.data_ptr() if trace else 0,
             trace_count=self._traced.data_ptr(),
-            report=k._report.data_ptr(),
+            report=k._report.address,
             heartbeat=k._words.data_ptr(),
             stop=k._words.data_ptr() + 64,
             max_ns=max_ms * 1_000_000,
             tile_ns=tile_ms * 1_000_000,
             n_arrivals=self.n,
             trace_capacity=trace,
+            n_layers=len(layers),
         )
 
     def launch(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -173,7 +182,7 @@ class FiniteRun:
         with torch.cuda.stream(on):
             self._live.copy_(self._initial)
         k._words[8] = 0
-        launch(k._main, 2 * k.clusters, THREADS, k.shared_bytes, on, self.arguments)
+        k.start(self.arguments, on)
 
     def stop(self, how: int = 2) -> None:
         """From any thread: 1 ends the run once what is queued is done, 2 at the next tile
@@ -192,16 +201,8 @@ class FiniteRun:
         return RunTimes(self.operation_times(), self.tile_times(), start.elapsed_time(end) * 1e3)
 
     def check(self) -> None:
-        r = structs.Report.from_buffer_copy(bytes(self.kernel._report.numpy().tobytes()))
-        if r.reason:
-            self.kernel._report.zero_()
-            names = {**dict(enumerate(structs.STAGES)), structs.HANG: "hanging tile (test)"}
-            stage = names.get(r.stage, f"stage {r.stage}")
-            raise KernelHang(
-                f"{REASONS.get(r.reason, r.reason)}: cluster {r.cluster}, phase {r.phase}, "
-                f"{stage}, "
-                f"layer {r.layer}, tile {r.ticket}, slot {r.slot}"
-            )
+        if (found := self.kernel._report.take()) is not None:
+            raise KernelHang(describe(found))
 
     def operation_times(self) -> list[tuple[int, int, int]]:
         return [(int(a), int(b), int(c)) for a, b, c in self._times.tolist()]

@@ -14,6 +14,21 @@ HANG = 7  # a tile that never ends, for testing the watchdog
 MAX_STAGES = 8
 
 
+_TEMPLATE_BITS, _TOKEN_BITS = 11, 20
+MAX_TEMPLATES = 1 << _TEMPLATE_BITS
+
+
+def handle(template: int, wide: bool, tokens: int, identity: int) -> int:
+    """`Operation.user`; see `csrc/apk/operation.cuh`."""
+    if template >= MAX_TEMPLATES or tokens >= 1 << _TOKEN_BITS:
+        raise ValueError(
+            f"template {template}, {tokens} tokens: an operation's handle has room for "
+            f"{MAX_TEMPLATES} templates and {(1 << _TOKEN_BITS) - 1} tokens"
+        )
+    low = tokens << _TEMPLATE_BITS + 1 | int(wide) << _TEMPLATE_BITS | template
+    return identity << 32 | low
+
+
 class _Struct(c.Structure):
     pass
 
@@ -56,10 +71,31 @@ class TileTime(_Struct):
     )
 
 
+class ServedSlot(_Struct):
+    _fields_ = (
+        ("ready", Pointer),
+        ("done", Pointer),
+        ("source", U32),
+        ("max_tokens", U32),
+        ("seen", U32),
+        ("reserved", U32),
+    )
+
+
 class Report(_Struct):
     _fields_ = tuple(
         (name, U32)
-        for name in ("reason", "cluster", "phase", "stage", "layer", "ticket", "slot", "reserved")
+        for name in (
+            "taken",
+            "reason",
+            "cluster",
+            "phase",
+            "stage",
+            "layer",
+            "ticket",
+            "slot",
+            "count",
+        )
     )
 
 
@@ -82,13 +118,8 @@ class Template(_Struct):
         ("act_scales", Pointer),
         ("down", Pointer),
         ("groups", Pointer),
-        ("n_tokens", U32),
         ("row_capacity", U32),
-        ("wide", U32),
-        ("copy_items", U32),
-        ("act_items", U32),
-        ("gather_items", U32),
-        ("_pad", c.c_uint8 * 120),
+        ("_pad", c.c_uint8 * 12),
     )
 
 
@@ -108,6 +139,9 @@ class Launch(_Struct):
         ("layers", Pointer),
         ("arrivals", Pointer),
         ("times", Pointer),
+        ("slots", Pointer),
+        ("tallies", Pointer),
+        ("request", Pointer),
         ("trace", Pointer),
         ("trace_count", Pointer),
         ("report", Pointer),
@@ -115,6 +149,9 @@ class Launch(_Struct):
         ("stop", Pointer),
         ("max_ns", U64),
         ("tile_ns", U64),
+        ("operation_ns", U64),
         ("n_arrivals", U32),
         ("trace_capacity", U32),
+        ("n_slots", U32),
+        ("n_layers", U32),
     )

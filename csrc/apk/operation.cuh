@@ -1,0 +1,58 @@
+// What an operation is to the kernel: its handle, and how many tiles its row stages have.
+//
+// Both follow from the number of tokens alone, so the controller can make an operation of a ready
+// word. Nothing here knows where operations come from.
+#pragma once
+
+#include "layout.cuh"
+
+namespace expertplex::apk {
+
+constexpr uint32_t kWarpsPerCluster = kCluster * kMathThreads / 32;
+constexpr uint32_t kCountPairs = 4096;  // (token, expert) pairs one CTA counts per tile
+constexpr uint32_t kGatherColumns = 512;
+constexpr uint32_t kGatherSlices = (kHidden + kGatherColumns - 1) / kGatherColumns;
+
+// Operation::user = template:11 | wide:1 | tokens:20 | identity:32. Wide: prefill's tiles
+// (128x192), else decode's (128x128 and 64x256). The identity is an index into Launch::times in a
+// finite run, and the sequence number of the slot's operation in a resident one.
+constexpr uint32_t kTemplateBits = 11;
+__host__ __device__ constexpr uint64_t handle(uint32_t tmpl, bool wide, uint32_t tokens,
+                                              uint32_t identity) {
+  return static_cast<uint64_t>(identity) << 32 | tokens << (kTemplateBits + 1) |
+         static_cast<uint32_t>(wide) << kTemplateBits | tmpl;
+}
+__host__ __device__ constexpr uint32_t template_of(uint64_t handle) {
+  return handle & ((1u << kTemplateBits) - 1);
+}
+__host__ __device__ constexpr uint32_t tokens_of(uint64_t handle) {
+  return static_cast<uint32_t>(handle) >> (kTemplateBits + 1);
+}
+__host__ __device__ constexpr uint32_t identity_of(uint64_t handle) {
+  return static_cast<uint32_t>(handle >> 32);
+}
+
+// What one warp takes of a row stage per tile: (token, expert) pairs, or column slices of tokens in
+// the gather. Few for decode, so that a few tokens spread over the GPU.
+__device__ __forceinline__ uint32_t items_per_warp(uint32_t stage, uint32_t tokens) {
+  constexpr uint32_t kWarps = 66 * kWarpsPerCluster;
+  if (stage == kCopy) return tokens * kTopK > kWarps ? kTopK : 1;
+  if (stage == kActivate) return min(4u, ceil_div(tokens * kTopK, kWarps));
+  return min(3u, ceil_div(tokens * kGatherSlices, kWarps));
+}
+
+// All six stages of an operation whose `user` is set. The GEMMs' tiles follow from the count.
+__device__ __forceinline__ void set_stages(Operation& op) {
+  const uint32_t tokens = tokens_of(op.user), pairs = tokens * kTopK;
+  auto tiles = [&](uint32_t stage, uint32_t items) {
+    return ceil_div(items, kWarpsPerCluster * items_per_warp(stage, tokens));
+  };
+  op.n_stages = tokens ? kStages6 : 0;
+  op.tiles[kCount] = ceil_div(pairs, kCluster * kCountPairs);
+  op.tiles[kCopy] = tiles(kCopy, pairs);
+  op.tiles[kStageGateUp] = op.tiles[kStageDown] = 1;
+  op.tiles[kActivate] = tiles(kActivate, pairs);
+  op.tiles[kGather] = tiles(kGather, tokens * kGatherSlices);
+}
+
+}  // namespace expertplex::apk
