@@ -125,6 +125,8 @@ def test_normal_end_leaves_nothing_and_is_quick_and_quiet(tmp_path: Path) -> Non
 def test_a_killed_guardian_is_not_missed(tmp_path: Path) -> None:
     with run_directory() as run_dir:
         assert os.environ[ENV_RUN_DIR] == str(run_dir)
+        # A process has no command line yet in the first moments of its program.
+        assert until(lambda: len(children_named("guardian.py")) == 1)
         (watcher,) = children_named("guardian.py")
         os.kill(watcher, signal.SIGKILL)
     assert not run_dir.exists()

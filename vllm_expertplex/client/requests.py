@@ -24,6 +24,7 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from vllm_expertplex.client.failures import Failures
 from vllm_expertplex.client.router import NoServerLeft, Router
 from vllm_expertplex.executor.scheduler_keys import FIRST_TOKEN
 from vllm_expertplex.layout import DECODE, PREFILL, Layout
@@ -57,12 +58,14 @@ Action = Send | Abort
 class Entry:
     """One request: its state and what that state holds."""
 
-    __slots__ = ("handed_s", "kv", "load", "request", "resample", "server", "state", "token")
+    __slots__ = (
+        *("handed_s", "kv", "load", "prefill", "request", "resample", "server", "state", "token"),
+    )
 
     def __init__(self, request: EngineCoreRequest, server: int, load: int) -> None:
         self.state = State.PREFILL
         self.request = request
-        self.server = server
+        self.server = self.prefill = server
         self.load = load
         self.kv: dict[str, Any] | None = None
         self.token: int | None = None
@@ -74,6 +77,7 @@ class RequestTable:
     """All requests of a deployment. Engines are numbered as in the layout: prefill, then decode."""
 
     def __init__(self, layout: Layout, max_model_len: int) -> None:
+        self._layout = layout
         self._prefills = layout.prefill
         self._max_model_len = max_model_len
         self._entries: dict[str, Entry] = {}
@@ -83,6 +87,7 @@ class RequestTable:
             PREFILL: Router(PREFILL, range(layout.prefill)),
             DECODE: Router(DECODE, range(layout.prefill, engines)),
         }
+        self.failures = Failures()
         self.released = 0  # prefill answers whose KV was given back unused
         # From sending a request to decode until its first output there: queue, KV transfer, step.
         self.handoffs = 0
@@ -222,6 +227,10 @@ class RequestTable:
             preempted = EngineCoreEventType.PREEMPTED
             output.events = [e for e in output.events if e.type == preempted] or None
         if output.finish_reason is not None:
+            if output.finish_reason == FinishReason.ERROR:
+                source = self._layout.attention_servers[entry.prefill].name
+                reason = f"its KV cache could not be fetched from {source}"
+                self.failures.add(output.request_id, reason)
             self._remove(output.request_id)
         return output
 
@@ -234,6 +243,7 @@ class RequestTable:
         self.routers[role].remove(engine)
         if not self.routers[role].servers:
             raise NoServerLeft(f"no {role} server is left")
+        name = self._layout.attention_servers[engine].name
         ended = [i for i, entry in self._entries.items() if entry.server == engine]
         outputs = [
             EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
@@ -241,6 +251,7 @@ class RequestTable:
             if self._entries[request_id].state is not State.ABORTED
         ]
         for request_id in ended:
+            self.failures.add(request_id, f"{name} is gone")
             self._remove(request_id)
         return outputs
 

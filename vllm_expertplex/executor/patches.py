@@ -11,7 +11,7 @@ patch installs beyond where it goes.
 | cpu-sigmoid-router | `CPURouter._compute_routing` handles ungrouped sigmoid scoring | stock CPU router asserts softmax, so MiniMax-M2 dies at its first request | upstream fix |
 | cpu-seeded-chunks | `CPUModelRunner._sample` and `_bookkeeping_sync` keep generators of unfinished prefills | stock code calls a method that CPU generators lack: a seeded request in a non-final chunk kills the engine | upstream fix |
 | first-token | `InputBatch.add_request` accepts a first token sampled elsewhere | a decode server continues after prefill's token; vLLM resamples it | first token in vLLM's KV transfer |
-| lost-server-error | `GenerateBaseServing._raise_if_error` names the attention server that was lost | vLLM ends such a request with "Internal server error" alone | a reason in vLLM's outputs |
+| lost-server-error | `GenerateBaseServing._raise_if_error` says which server was lost | vLLM ends such a request with "Internal server error" alone | a reason in vLLM's outputs |
 | forkserver | `v1.engine.utils.get_mp_context` returns Python's fork server context | one import of vLLM for all servers instead of one each | `forkserver` among vLLM's start methods |
 | nixl-progress | `nixl_agent_config` without progress thread (CPU) | the thread spins a core per server | an option in vLLM's NIXL connector |
 
@@ -22,7 +22,7 @@ lost-server-error and forkserver only in the API server, first-token and nixl-pr
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,18 +157,15 @@ def apply_cpu_fixes() -> None:
     )
 
 
-def name_lost_servers(lost: Callable[[], Iterable[str]]) -> None:
-    """Tell the client of a request that failed which attention servers (`lost()`) are gone."""
+def explain_errors(reason: Callable[[str], str | None]) -> None:
+    """Tell the client of a request that failed why, where `reason(request id)` knows."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.exceptions import RetryableRequestError
 
     def raise_if_error(original: Any) -> Any:
         def _raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
-            names = sorted(lost())
-            if finish_reason == "error" and names:
-                raise RetryableRequestError(
-                    f"the request failed because {', '.join(names)} is gone; send it again"
-                )
+            if finish_reason == "error" and (why := reason(request_id)):
+                raise RetryableRequestError(f"the request failed because {why}; send it again")
             original(self, finish_reason, request_id)
 
         return _raise_if_error

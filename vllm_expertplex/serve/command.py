@@ -38,8 +38,8 @@ def serve(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with run_directory():
-            forkserver.start()
+        with run_directory() as run_dir:
+            forkserver.start(run_dir)
             ServeSubcommand.cmd(args)
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -10,13 +10,16 @@ configuration; forking it later takes milliseconds, and servers share the import
 import multiprocessing
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 PRELOAD = "vllm_expertplex.serve.preload"
 
 
-def start() -> None:
+def start(run_dir: Path) -> None:
     """Begin importing. The environment of all servers is this process's, as of now."""
+    # Sockets go there too; multiprocessing would make a directory of its own and miss it later.
+    multiprocessing.current_process()._config["tempdir"] = str(run_dir)  # type: ignore[attr-defined]
     context().set_forkserver_preload([PRELOAD])
     forkserver.ensure_running()
 

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 
 from vllm_expertplex.client.core_client import ExpertPlexClient
 from vllm_expertplex.config import ServerSettings
-from vllm_expertplex.executor.patches import name_lost_servers
+from vllm_expertplex.executor.patches import explain_errors
 from vllm_expertplex.serve import status
 from vllm_expertplex.serve.deployment import Deployment
 from vllm_expertplex.serve.engines import DeploymentError
@@ -46,6 +46,6 @@ def launch(
     vllm_config.cache_config.num_gpu_blocks = front.num_gpu_blocks
     vllm_config.cache_config.block_size = front.block_size
     client = ExpertPlexClient(deployment, fits)
-    name_lost_servers(lambda: deployment.lost)
+    explain_errors(client.table.failures.reason)
     status.publish(status.ExpertPlexReporter(client))
     return client
