@@ -9,10 +9,12 @@ and no message queue on a decode step's path.
 
 import os
 
+from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_expertplex.config import ServerSettings, run_dir
 from vllm_expertplex.layout import Server
+from vllm_expertplex.serve import placement
 from vllm_expertplex.serve.records import read_ports, write_error
 
 EXECUTOR = "vllm_expertplex.executor.executor.ExpertPlexExecutor"
@@ -30,8 +32,13 @@ class ExpertPlexExecutor(UniProcExecutor):
         me = Server(settings.role, settings.rank)
         port = read_ports(run_dir())[me.name]
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-        self.parallel_config.worker_cls = "vllm_expertplex.executor.worker.AttentionCPUWorker"
+        self.parallel_config.worker_cls = (
+            "vllm_expertplex.executor.cpu_worker.AttentionCPUWorker"
+            if current_platform.is_cpu()
+            else "vllm_expertplex.executor.gpu_worker.AttentionGPUWorker"
+        )
         try:
+            placement.take(run_dir(), me)
             super()._init_executor()
         except Exception as error:
             # vLLM tells its parent only that it failed.

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_expertplex.comm.shm import AttentionPeer
+from vllm_expertplex.comm.transport import Transport
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL
 
 
@@ -26,7 +26,7 @@ class RemoteExperts:
     that recomputes a preempted request sends prefill-shaped work.
     """
 
-    def __init__(self, peer: AttentionPeer, decode_tokens: int) -> None:
+    def __init__(self, peer: Transport, decode_tokens: int) -> None:
         self.peer = peer
         self._decode_tokens = decode_tokens
 

@@ -1,16 +1,15 @@
-"""The worker of an attention server on CPU: vLLM's worker with experts elsewhere.
+"""The worker of an attention server: vLLM's worker with experts elsewhere.
 
-Owns: connecting to the MoE servers and loading a model without routed experts.
-Must not know: how MoE servers compute.
+Owns: loading a model without routed experts, and meeting the MoE servers before it first runs.
+Must not know: how MoE servers compute, how bytes travel.
 """
 
 import time
 from typing import Any
 
 import torch
-from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_expertplex.comm.shm import AttentionPeer
+from vllm_expertplex.comm.transport import Transport
 from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, run_dir
 from vllm_expertplex.executor.loader import is_expert_weight
 from vllm_expertplex.executor.patches import apply_attention_patches
@@ -18,40 +17,41 @@ from vllm_expertplex.executor.remote_experts import RemoteExperts, connect, remo
 from vllm_expertplex.executor.seam import replaced_routed_experts
 from vllm_expertplex.layout import DECODE, Server
 from vllm_expertplex.serve.records import ServerRecord, read_record, write_record
-from vllm_expertplex.shapes import expert_map, slot_shape, spin_us
 
 
-class AttentionCPUWorker(CPUWorker):
-    """A prefill or decode server's worker."""
+class AttentionWorker:
+    """In front of one of vLLM's workers: a prefill or decode server's."""
+
+    vllm_config: Any
+    model_runner: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply_attention_patches()
         super().__init__(*args, **kwargs)
 
+    def make_transport(self, me: Server, config: ExpertPlexConfig) -> Transport:
+        """This server's end of the data path; MoE servers may still be loading."""
+        raise NotImplementedError
+
+    def connect_transport(self, config: ExpertPlexConfig) -> None:
+        """Open what MoE servers publish once they have loaded, where there is such a thing."""
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         settings = ServerSettings.from_additional_config(self.vllm_config.additional_config)
         assert settings is not None  # the executor checked
         me = Server(settings.role, settings.rank)
-        layout = settings.config.parsed_layout
-        peer = AttentionPeer(
-            run_dir(),
-            me,
-            layout,
-            slot_shape(self.vllm_config),
-            expert_map(self.vllm_config, layout),
-            spin_us(settings.config),
-            settings.config.moe_timeout_s,
-        )
+        peer = self.make_transport(me, settings.config)
         decode_tokens = self.vllm_config.scheduler_config.max_num_seqs if me.role == DECODE else 0
         connect(RemoteExperts(peer, decode_tokens))
         with replaced_routed_experts(remote_routed_experts(peer.layer_names)):
-            super().load_model(*args, **kwargs)
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
         model = self.model_runner.get_model()
         _check_no_experts(me, model)
         write_record(
             run_dir(),
             ServerRecord.of(me, self.vllm_config, _bytes(model), peer.layer_names),
         )
+        self.connect_transport(settings.config)
         _await_moe_servers(me, settings.config)
 
 

@@ -23,7 +23,7 @@ from vllm_expertplex.config import ServerSettings, run_dir
 from vllm_expertplex.layout import DECODE, PREFILL, Layout, Server
 from vllm_expertplex.moe_server import server as moe_server
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
-from vllm_expertplex.serve import forkserver
+from vllm_expertplex.serve import forkserver, gpu, placement
 from vllm_expertplex.serve.cleanup import kill_all
 from vllm_expertplex.serve.engines import DeploymentError, handshake, kill_servers, start_engines
 from vllm_expertplex.serve.records import ServerRecord, read_error, read_record, write_ports
@@ -49,6 +49,8 @@ class Deployment:
         self.records: dict[str, ServerRecord] = {}
         self.lost: set[str] = set()
         self.configs = [_role_config(vllm_config, settings, s) for s in self._attention]
+        if not current_platform.is_cpu():
+            gpu.prepare(self.run_dir, self.config, self._attention, self.configs)
         _check_experts(vllm_config, self.layout)
         self._failure: str | None = None
         self._stopping = False
@@ -57,12 +59,14 @@ class Deployment:
         self.boards = [
             Board(board_path(self.run_dir, moe), create=True) for moe in self.layout.moe_servers
         ]
+        # On GPUs the servers themselves allocate the slots, in the MoE servers' memory.
         self.slots = {
             (source.name, moe.name): Slot(
                 slot_path(self.run_dir, source, moe), slot_shape(config), create=True
             )
             for source, config in zip(self._attention, self.configs, strict=True)
             for moe in self.layout.moe_servers
+            if current_platform.is_cpu()
         }
         write_ports(self.run_dir, {server.name: get_open_port() for server in self._attention})
 
@@ -102,9 +106,12 @@ class Deployment:
     def _start_moe_servers(self) -> None:
         for moe in self.layout.moe_servers:
             process = forkserver.context().Process(  # type: ignore[attr-defined]
-                target=moe_server.main,
+                target=placement.run,
                 name=f"expertplex-{moe.name}",
-                args=(self.run_dir, moe.rank, self.config, self.configs),
+                args=(
+                    *(self.run_dir, moe, moe_server.main),
+                    *(self.run_dir, moe.rank, self.config, self.configs),
+                ),
             )
             process.start()
             self._processes.append(process)
@@ -238,11 +245,13 @@ def _role_config(base: VllmConfig, settings: ServerSettings, server: Server) -> 
 
 
 def kv_transfer_config(settings: ServerSettings, role: str) -> KVTransferConfig:
-    """How prefill servers hand KV to decode servers: NIXL, pulled by decode."""
+    """How prefill servers hand KV to decode servers: NIXL, pulled by decode, from the memory of
+    the device they compute on.
+    """
     return KVTransferConfig(
         kv_connector="NixlConnector",
         kv_role="kv_producer" if role == PREFILL else "kv_consumer",
-        kv_buffer_device="cpu",
+        kv_buffer_device=current_platform.device_type,
         engine_id=str(uuid.uuid4()),
         kv_connector_extra_config={
             "num_threads": 0,

@@ -9,10 +9,14 @@ import vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker
 import vllm.model_executor.layers.fused_moe
 import vllm.model_executor.model_loader
 import vllm.v1.engine.core
-import vllm.v1.engine.utils
-import vllm.v1.worker.cpu_worker  # noqa: F401
+import vllm.v1.engine.utils  # noqa: F401
+from vllm.platforms import current_platform
 
 import vllm_expertplex.executor.executor
 import vllm_expertplex.executor.scheduler
-import vllm_expertplex.executor.worker
-import vllm_expertplex.moe_server.server  # noqa: F401
+import vllm_expertplex.moe_server.server
+
+if current_platform.is_cpu():
+    import vllm_expertplex.executor.cpu_worker
+else:
+    import vllm_expertplex.executor.gpu_worker  # noqa: F401

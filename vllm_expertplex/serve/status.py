@@ -177,6 +177,8 @@ class ExpertPlexReporter:
 
     def _remote_layers(self, each: Any) -> Iterator[Metric]:
         deployment = self._client.deployment
+        if not deployment.slots:
+            return  # on GPUs, where nobody on the host sees a layer
         first = deployment.layout.moe_servers[0].name  # where an attention server keeps its times
         counters = [
             ((s.role, s.rank), deployment.slots[s.name, first].counters())

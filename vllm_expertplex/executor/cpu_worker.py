@@ -1,0 +1,25 @@
+"""An attention server's worker on CPU: vLLM's CPU worker over the shared-memory transport."""
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_expertplex.comm.shm import AttentionPeer
+from vllm_expertplex.config import ExpertPlexConfig, run_dir
+from vllm_expertplex.executor.worker import AttentionWorker
+from vllm_expertplex.layout import Server
+from vllm_expertplex.shapes import expert_map, slot_shape, spin_us
+
+
+class AttentionCPUWorker(AttentionWorker, CPUWorker):
+    """A prefill or decode server's worker."""
+
+    def make_transport(self, me: Server, config: ExpertPlexConfig) -> AttentionPeer:
+        layout = config.parsed_layout
+        return AttentionPeer(
+            run_dir(),
+            me,
+            layout,
+            slot_shape(self.vllm_config),
+            expert_map(self.vllm_config, layout),
+            spin_us(config),
+            config.moe_timeout_s,
+        )

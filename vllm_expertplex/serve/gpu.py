@@ -1,0 +1,53 @@
+"""What a deployment on GPUs needs before its servers start: places, MPS, each role's own settings.
+
+Owns: those. Must not know: processes, requests.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_expertplex.config import ExpertPlexConfig
+from vllm_expertplex.layout import PREFILL, Server
+from vllm_expertplex.serve import mps
+from vllm_expertplex.serve.placement import Place, place, visible_gpus, write_places
+
+logger = init_logger(__name__)
+
+
+def prepare(
+    run_dir: Path,
+    config: ExpertPlexConfig,
+    attention: Sequence[Server],
+    vllm_configs: Sequence[VllmConfig],
+) -> None:
+    """Place all servers on the visible GPUs, and fit the attention servers' configurations.
+
+    Raises ValueError or RuntimeError where this machine cannot hold the layout.
+    """
+    gpus = visible_gpus(current_platform.device_count())
+    places = place(config.parsed_layout, gpus, config.prefill_sm_percent)
+    for name, where in places.items():
+        share = f", {where.sm_percent} % of its SMs" if where.sm_percent < 100 else ""
+        logger.info("%s runs on GPU %s%s", name, where.gpu, share)
+    if len(gpus) == 1:
+        logger.warning(
+            "All servers take turns on one GPU, milliseconds each: good for development, far too "
+            "slow to serve. MoE servers need GPUs of their own"
+        )
+    write_places(run_dir, places)
+    if any(where.mps for where in places.values()):
+        mps.start(run_dir)
+    for server, vllm_config in zip(attention, vllm_configs, strict=True):
+        _fit(vllm_config, server, places[server.name])
+
+
+def _fit(config: VllmConfig, server: Server, where: Place) -> None:
+    """Settings of one attention server that follow from its role and place."""
+    config.cache_config.gpu_memory_utilization /= where.servers
+    if server.role == PREFILL:
+        # Graphs replay batches of known small sizes; prefill's are large and of any size.
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE

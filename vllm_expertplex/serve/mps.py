@@ -1,0 +1,42 @@
+"""NVIDIA's Multi-Process Service for one run: attention servers that share a GPU run on it at once.
+
+Owns: starting its daemon. Must not know: which servers use it.
+
+The daemon and the server process it starts inherit the run's environment, by which clean-up finds
+and ends them like any other process of the run.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from vllm_expertplex.serve.placement import mps_pipes
+
+_CONTROL = "nvidia-cuda-mps-control"
+
+
+def start(run_dir: Path) -> None:
+    """Start a daemon whose clients find it in `mps_pipes(run_dir)`.
+
+    Raises RuntimeError where there is none, or it does not start.
+    """
+    control = shutil.which(_CONTROL)
+    if control is None:
+        raise RuntimeError(
+            f"{_CONTROL} not found: several attention servers share a GPU through it. It comes "
+            "with the NVIDIA driver; or use a GPU per server, see --expertplex-layout"
+        )
+    pipes, logs = mps_pipes(run_dir), run_dir / "mps-log"
+    pipes.mkdir()
+    logs.mkdir()
+    environment = {
+        **os.environ,
+        "CUDA_MPS_PIPE_DIRECTORY": str(pipes),
+        "CUDA_MPS_LOG_DIRECTORY": str(logs),
+    }
+    started = subprocess.run(
+        [control, "-d"], env=environment, capture_output=True, text=True, timeout=30
+    )
+    if started.returncode:
+        raise RuntimeError(f"{control} -d failed: {(started.stdout + started.stderr).strip()}")
