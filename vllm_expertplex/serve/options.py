@@ -260,6 +260,9 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
     if current_platform.is_cpu():
         layout = config.parsed_layout
         apply_cpu_defaults(args, layout.prefill + layout.decode)
+    else:
+        # Only this runner lets a decode server start with the token that prefill has sampled.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
 def apply_cpu_defaults(args: argparse.Namespace, engines: int) -> None:
