@@ -149,8 +149,9 @@ def load_experts(vllm_config: VllmConfig, local_experts: Sequence[int]) -> dict[
             model = initialize_model(vllm_config=vllm_config, model_config=model_config)
         if not layers:
             raise ValueError(
-                f"{model_config.model} ({model_config.architectures}) has no routed experts that "
-                "vLLM runs through its RoutedExperts layer; serve it without --executor expertplex"
+                f"{model_config.model} ({', '.join(model_config.architectures)}) has no routed "
+                "experts that vLLM runs through its RoutedExperts layer, so it is not supported; "
+                "serve it without --executor expertplex"
             )
         _load(model, vllm_config, set(local_experts))
     _check_complete(layers, scheme, len(local_experts), model_config.model)
