@@ -27,7 +27,7 @@ KV_BLOCKS = Metric("expertplex:kv_blocks", "KV blocks a server has.", "gauge", _
 KV_BLOCKS_USED = Metric("expertplex:kv_blocks_used", "KV blocks in use.", "gauge", _SERVER)
 TOKENS = Metric(
     "expertplex:tokens",
-    "Tokens done: prompt tokens (prefill), output tokens (decode), rows received (moe).",
+    "Tokens done: prompt tokens (prefill, asyncep), output tokens (decode), rows received (moe).",
     "counter",
     _SERVER,
 )
@@ -70,6 +70,30 @@ MOE_BUSY_SECONDS = Metric(
     "counter",
     (*_SERVER, "phase"),
 )
+
+CACHED_TOKENS = Metric(
+    "expertplex:cached_tokens", "Prompt tokens found in an engine's KV cache.", "counter", _SERVER
+)
+BACKLOG_FLOPS = Metric(
+    "expertplex:backlog_flops", "FLOPs per layer held back for an engine or sent.", "gauge", _SERVER
+)
+GATHERS = Metric("expertplex:gathers", "Layers gathered by an engine.", "counter", _SERVER)
+GATHER_SECONDS = Metric(
+    "expertplex:gather_seconds", "Time those gathers took, beside computing.", "counter", _SERVER
+)
+GATHERED_BYTES = Metric(
+    "expertplex:gathered_bytes", "Expert weights an engine pulled.", "counter", _SERVER
+)
+GATHER_WAIT_SECONDS = Metric(
+    "expertplex:gather_wait_seconds", "Time computing waited for gathers.", "counter", _SERVER
+)
+THRESHOLD_FLOPS = Metric(
+    "expertplex:threshold_flops", "T: FLOPs per layer that hide a gather.", "gauge", ()
+)
+HELD_REQUESTS = Metric(
+    "expertplex:held_requests", "Requests held back until their batch reaches T.", "gauge", ()
+)
+BATCHES = Metric("expertplex:batches", "Batches sent to engines.", "counter", ())
 
 
 def backend_metric(name: str, help_text: str) -> Metric:

@@ -23,7 +23,10 @@ def test_names_are_unique_and_well_formed() -> None:
 
 
 def test_metrics_of_servers_carry_role_and_rank() -> None:
-    of_requests = (metrics.REQUESTS, metrics.RELEASED, metrics.HANDOFFS, metrics.HANDOFF_SECONDS)
+    of_all = (
+        *(metrics.REQUESTS, metrics.RELEASED, metrics.HANDOFFS, metrics.HANDOFF_SECONDS),
+        *(metrics.THRESHOLD_FLOPS, metrics.HELD_REQUESTS, metrics.BATCHES),
+    )
     for metric in ALL:
-        if metric not in of_requests:
+        if metric not in of_all:
             assert metric.labels[:2] == ("role", "rank")

@@ -4,16 +4,24 @@ Owns: moving requests and outputs between the frontend's decisions and the engin
 Must not know: how the frontend decides, or how engines compute.
 """
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
+from vllm_expertplex.asyncep import tags
 from vllm_expertplex.asyncep.deployment import AsyncEPDeployment
+from vllm_expertplex.asyncep.frontend import Batch, Frontend, NoEngineLeft
+from vllm_expertplex.asyncep.kv_events import KVEventListener, root_of
+from vllm_expertplex.asyncep.prefixes import Key, PrefixIndex
 from vllm_expertplex.client.engines import EnginesClient
-from vllm_expertplex.client.router import Router
+from vllm_expertplex.client.failures import Failures
 
 logger = init_logger(__name__)
 
@@ -23,55 +31,165 @@ class AsyncEPClient(EnginesClient):
 
     def __init__(self, deployment: AsyncEPDeployment) -> None:
         super().__init__(deployment.engines)
+        self.failures = Failures()
         self.deployment = deployment
-        self._router = Router("engine", range(len(deployment.engines)))
-        self._where: dict[str, tuple[int, int]] = {}
+        engines = range(len(deployment.engines))
+        self.index = PrefixIndex(engines, deployment.block_size)
+        self.frontend = Frontend(
+            engines,
+            deployment.flops,
+            self.index,
+            deployment.threshold.flops,
+            deployment.config.max_wait_ms / 1e3,
+        )
+        self._listeners = [
+            KVEventListener(index, deployment.kv_events(server), self.index)
+            for index, server in enumerate(deployment.servers)
+            if deployment.reuses_prefixes
+        ]
+        self._held: dict[str, EngineCoreRequest] = {}  # requests that no engine has been sent
+        self._where: dict[str, int] = {}  # request -> the engine that was sent it
+        self._sending = asyncio.Lock()  # messages of a batch are not mixed with others
+        self._changed = asyncio.Event()
         self._lost: str | None = None
+        self.failures = Failures()
+        self.batches = 0
+        self.tokens = [0] * len(deployment.engines)  # prompt tokens answered, by engine
+        self.cached_tokens = [0] * len(deployment.engines)  # of them, found in the KV cache
+
+    # -- requests ------------------------------------------------------------------------------
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         self.ensure_alive()
-        load = len(request.prompt_token_ids or [])
-        engine = self._router.take(load)
-        self._where[request.request_id] = (engine, load)
-        await self.engines[engine].add_request_async(request)
+        self.deployment.check_request(request)
+        self._held[request.request_id] = request
+        self.frontend.submit(
+            request.request_id,
+            _prompt_length(request),
+            self._keys(request),
+            time.monotonic(),
+            tags.group_of(request),
+        )
+        await self._release()
+
+    def _keys(self, request: EngineCoreRequest) -> list[Key]:
+        params = request.sampling_params or request.pooling_params
+        unshared = getattr(params, "skip_reading_prefix_cache", False) or request.mm_features
+        if unshared or request.prompt_token_ids is None or not self._listeners:
+            return []
+        return self.index.keys(request.prompt_token_ids, root_of(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
+        sent: dict[int, list[str]] = {}
         for request_id in request_ids:
-            engine, _ = self._where.get(request_id, (-1, 0))
-            if engine in self.engines:
-                await self.engines[engine].abort_requests_async([request_id])
+            self.frontend.drop(request_id)
+            self._held.pop(request_id, None)
+            engine = self._where.pop(request_id, None)
+            if engine is not None:
+                sent.setdefault(engine, []).append(request_id)
+        async with self._sending:
+            for engine, ids in sent.items():
+                if engine in self.engines:
+                    await self.engines[engine].abort_requests_async(ids)
+        await self._release()
+
+    async def _release(self) -> None:
+        """Send what is due."""
+        await self._send(self.frontend.release(time.monotonic()))
+        self._changed.set()
+
+    async def _send(self, batches: Iterable[Batch]) -> None:
+        for batch in batches:
+            requests = [self._held.pop(request_id) for request_id in batch.request_ids]
+            self._where.update(dict.fromkeys(batch.request_ids, batch.engine))
+            self.batches += 1
+            number = self.batches
+            async with self._sending:
+                # An abort may have come while others were being sent.
+                wanted = [r for r in requests if r.request_id in self._where]
+                for request in wanted:
+                    if len(wanted) > 1:
+                        tags.set_batch(request, number, len(wanted))
+                    # A dead engine's pump reports the loss, which ends the requests sent to it.
+                    with contextlib.suppress(EngineDeadError, KeyError):
+                        await self.engines[batch.engine].add_request_async(request)
+
+    async def _release_in_time(self) -> None:
+        """Send what falls due while nothing else happens."""
+        while True:
+            self._changed.clear()
+            now = time.monotonic()
+            wake = self.frontend.wake_at(now)
+            with contextlib.suppress(TimeoutError):
+                timeout = None if wake is None else max(0.0, wake - now)
+                await asyncio.wait_for(self._changed.wait(), timeout)
+                continue
+            await self._send(self.frontend.release(time.monotonic()))
+
+    # -- outputs -------------------------------------------------------------------------------
 
     async def get_output_async(self) -> EngineCoreOutputs:
         index, event = await self.next_event()
         if isinstance(event, Exception):
-            return self._lose(index, event)
-        event.engine_index = index
-        for output in event.outputs:
-            if output.finished:
-                self._router.release(*self._where.pop(output.request_id))
-        return event
+            if index < 0:
+                raise event
+            outputs = self._lose(index, event)
+        else:
+            outputs = event
+            outputs.engine_index = index
+            for output in outputs.outputs:
+                self._account(index, output)
+        await self._release()
+        return outputs
+
+    def _account(self, index: int, output: EngineCoreOutput) -> None:
+        self.frontend.answered(output.request_id)
+        if output.prefill_stats is not None:
+            self.tokens[index] += output.prefill_stats.num_prompt_tokens
+            self.cached_tokens[index] += output.prefill_stats.num_cached_tokens
+        if output.finished:
+            self._where.pop(output.request_id, None)
 
     def _lose(self, index: int, error: Exception) -> EngineCoreOutputs:
+        """An engine is gone; what it had been sent ends with an error, the rest goes elsewhere."""
         name = self.deployment.servers[index].name
         if self.engines.pop(index, None) is None:
             return EngineCoreOutputs(engine_index=index)
-        self._router.remove(index)
-        if not self.engines:
-            self._lost = f"{name} is gone ({error}); no engine is left"
-            raise EngineDeadError(self._lost)
         self.deployment.lost.add(name)
-        ended = [r for r, (engine, _) in self._where.items() if engine == index]
+        try:
+            if not self.engines:
+                raise NoEngineLeft("no engine is left")
+            self.frontend.lose(index, time.monotonic())
+        except NoEngineLeft as none_left:
+            self._lost = f"{name} is gone ({error}); {none_left}"
+            logger.error("%s", self._lost)
+            raise EngineDeadError(self._lost) from None
+        ended = [request_id for request_id, engine in self._where.items() if engine == index]
+        for request_id in ended:
+            self.failures.add(request_id, f"{name} is gone")
+            del self._where[request_id]
         logger.error("%s is gone (%s): %d requests end with an error", name, error, len(ended))
-        outputs = [
-            EngineCoreOutput(r, new_token_ids=[], finish_reason=FinishReason.ERROR) for r in ended
-        ]
+        # Zeros, so that `/metrics` does not show its last step for ever.
         return EngineCoreOutputs(
-            engine_index=index, outputs=outputs, scheduler_stats=SchedulerStats()
+            engine_index=index,
+            outputs=[
+                EngineCoreOutput(r, new_token_ids=[], finish_reason=FinishReason.ERROR)
+                for r in ended
+            ],
+            scheduler_stats=SchedulerStats(),
         )
+
+    # -- health --------------------------------------------------------------------------------
 
     @property
     def failure(self) -> str | None:
+        """Why nothing can be served any more; or None."""
         return self._lost
+
+    def on_start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.spawn(self._release_in_time())
+        for listener in self._listeners:
+            self.spawn(listener.run())
 
     def liveness(self, index: int) -> tuple[Callable[[], int], float]:
         board = self.deployment.boards[index]
@@ -81,7 +199,13 @@ class AsyncEPClient(EnginesClient):
         self.deployment.kill(self.deployment.servers[index])
 
     def pending(self) -> int:
-        return len(self._where)
+        return len(self._held) + len(self._where)
 
     def stop_servers(self) -> None:
         self.deployment.shutdown()
+
+
+def _prompt_length(request: Any) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return 0 if request.prompt_embeds is None else len(request.prompt_embeds)

@@ -10,13 +10,17 @@ from collections.abc import Callable
 
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_expertplex.asyncep.board import Board
 from vllm_expertplex.asyncep.config import AsyncEPSettings
+from vllm_expertplex.asyncep.flops import Flops
 from vllm_expertplex.asyncep.speed import Speed
+from vllm_expertplex.asyncep.threshold import Threshold
 from vllm_expertplex.config import run_dir
-from vllm_expertplex.layout import ExpertMap, Server
+from vllm_expertplex.layout import Server
+from vllm_expertplex.planner.model_configs import from_config
 from vllm_expertplex.serve import forkserver
 from vllm_expertplex.serve.cleanup import kill_all
 from vllm_expertplex.serve.engines import DeploymentError, handshake, start_engines
@@ -34,9 +38,12 @@ class AsyncEPDeployment:
         self.run_dir = run_dir()
         self.engines: list[AsyncMPClient] = []
         self.records: dict[str, ServerRecord] = {}
-        self.speeds: list[Speed] = []
         self.lost: set[str] = set()
         _check_experts(vllm_config, self.config.gpus)
+        text = vllm_config.model_config.hf_text_config.to_dict()
+        self.model = from_config(text, vllm_config.model_config.model)
+        self.flops = Flops(self.model)
+        self.threshold = Threshold(0.0, 0.0, self.config.gamma)  # until engines have measured
         self.configs = [self._config_of(vllm_config, server) for server in self.servers]
         self.boards = [Board(self.run_dir, server, create=True) for server in self.servers]
         self._stopping = False
@@ -46,7 +53,8 @@ class AsyncEPDeployment:
         config.instance_id = f"{base.instance_id}-{server.name}"
         mine = AsyncEPSettings(self.config, server.rank)
         config.additional_config = {**base.additional_config, **mine.to_additional_config()}
-        if not self.config.kv_free:
+        config.scheduler_config.scheduler_cls = "vllm_expertplex.asyncep.scheduler.BatchScheduler"
+        if config.cache_config.enable_prefix_caching:
             config.kv_events_config = KVEventsConfig(
                 enable_kv_cache_events=True, endpoint=self.kv_events(server)
             )
@@ -64,11 +72,48 @@ class AsyncEPDeployment:
         try:
             self.engines = start_engines(self.run_dir, self.servers, self.configs, make_engine)
             self.records = handshake(self.run_dir, self.servers)
-            self.speeds = [Speed.read(self.run_dir, server) for server in self.servers]
+            speeds = [Speed.read(self.run_dir, server) for server in self.servers]
         except BaseException:  # Ctrl-C too
             self.shutdown()
             raise
+        layers, gamma = self.model.moe_layers, self.config.gamma
+        self.threshold = Threshold.of(speeds, self.flops, layers, gamma)
         logger.info("AsyncEP: ready in %.1f s", time.monotonic() - begin)
+        self._report_threshold()
+
+    def _report_threshold(self) -> None:
+        threshold = self.threshold
+        if not threshold.flops:
+            return
+        needed = self.flops.tokens_for(threshold.flops)
+        step = self.configs[0].scheduler_config.max_num_batched_tokens
+        logger.info(
+            "AsyncEP: a layer is gathered in %.2f ms; engines reach %.3g TFLOP/s; batches of %.0f "
+            "tokens (fewer where they are long) hide the gather",
+            threshold.gather_s * 1e3,
+            threshold.flops_per_s / 1e12,
+            needed,
+        )
+        if needed > step:
+            logger.warning(
+                "AsyncEP: %.0f tokens hide the gather of a layer, but a step takes at most "
+                "--max-num-batched-tokens %d: raise it, or use fewer engines",
+                needed,
+                step,
+            )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV cache block, as engines use it."""
+        return self.configs[0].cache_config.block_size
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether engines keep the KV of prompts they have computed."""
+        return bool(self.configs[0].cache_config.enable_prefix_caching)
+
+    def check_request(self, request: EngineCoreRequest) -> None:
+        """Raise ValueError for a request that this deployment does not serve."""
 
     def kill(self, server: Server) -> None:
         """End an engine that does not react any more."""
@@ -96,4 +141,3 @@ def _check_experts(vllm_config: VllmConfig, gpus: int) -> None:
             f"{experts} experts cannot be split over --asyncep-gpus {gpus}; use between 1 and "
             f"{experts}"
         )
-    ExpertMap.contiguous(experts, gpus)

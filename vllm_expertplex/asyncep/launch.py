@@ -12,7 +12,7 @@ from vllm_expertplex.asyncep.client import AsyncEPClient
 from vllm_expertplex.asyncep.config import AsyncEPSettings
 from vllm_expertplex.asyncep.deployment import AsyncEPDeployment
 from vllm_expertplex.asyncep.status import AsyncEPReporter
-from vllm_expertplex.executor.patches import name_lost_servers
+from vllm_expertplex.executor.patches import explain_errors
 from vllm_expertplex.serve import status
 
 
@@ -42,6 +42,6 @@ def launch(
     vllm_config.cache_config.num_gpu_blocks = front.num_gpu_blocks
     vllm_config.cache_config.block_size = front.block_size
     client = AsyncEPClient(deployment)
-    name_lost_servers(lambda: deployment.lost)
+    explain_errors(client.failures.reason)
     status.publish(AsyncEPReporter(client))
     return client

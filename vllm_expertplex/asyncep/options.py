@@ -122,3 +122,7 @@ def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
         **settings.to_additional_config(),
     }
     shared.apply_cpu_defaults(args, config.gpus)
+    if args.block_size is None:
+        # Prefixes are shared in whole blocks. vLLM's default on CPU is 128 tokens; this is the
+        # smallest that its attention takes there (on GPUs it is the paper's 16).
+        args.block_size = 32

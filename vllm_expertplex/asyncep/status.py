@@ -3,11 +3,12 @@
 Owns: reading its counters and putting them in those two forms. Must not know: how they come about.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from vllm_expertplex import metrics
 from vllm_expertplex.asyncep.client import AsyncEPClient
 
 
@@ -22,7 +23,25 @@ class AsyncEPReporter:
         return self._client.failure
 
     def status(self) -> dict[str, Any]:
-        deployment = self._client.deployment
+        client = self._client
+        threshold = client.deployment.threshold
+        return {
+            "layout": f"{len(client.deployment.servers)} engines",
+            "servers": self._rows(),
+            "threshold": {
+                "flops_per_layer": threshold.flops,
+                "tokens": client.deployment.flops.tokens_for(threshold.flops),
+                "gather_s": threshold.gather_s,
+                "flops_per_s": threshold.flops_per_s,
+            },
+            "held": client.frontend.held,
+            "batches": client.batches,
+            "failure": self.failure,
+        }
+
+    def _rows(self) -> list[dict[str, Any]]:
+        client = self._client
+        deployment, backlog = client.deployment, client.frontend.backlog()
         rows = []
         for index, server in enumerate(deployment.servers):
             record, counters = deployment.records[server.name], deployment.boards[index].read()
@@ -30,14 +49,46 @@ class AsyncEPReporter:
                 {
                     "role": server.role,
                     "rank": server.rank,
+                    "engine": index,
                     "pid": record.pid,
                     "device": record.device,
                     "weight_bytes": record.weight_bytes,
                     "state": "lost" if server.name in deployment.lost else "ready",
+                    "tokens": client.tokens[index],
+                    "cached_tokens": client.cached_tokens[index],
+                    "prefix_blocks": client.index.blocks(index),
+                    "backlog_flops": backlog.get(index, 0.0),
                     **counters._asdict(),
                 }
             )
-        return {"layout": f"{len(rows)} engines", "servers": rows, "failure": self.failure}
+        return rows
 
     def collect(self) -> Iterator[Metric]:
-        yield from ()
+        client, rows = self._client, self._rows()
+
+        def each(metric: metrics.Metric, values: Iterable[tuple[tuple[Any, ...], float]]) -> Metric:
+            kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+            family = kind(metric.name, metric.help, labels=metric.labels)
+            for labels, value in values:
+                family.add_metric([str(label) for label in labels], value)
+            return family
+
+        def per_server(metric: metrics.Metric, field: str, unit: float = 1.0) -> Metric:
+            return each(metric, (((r["role"], r["rank"]), r[field] * unit) for r in rows))
+
+        alive = [r for r in rows if r["state"] == "ready"]
+        yield each(
+            metrics.SERVER_INFO,
+            (((r["role"], r["rank"], r["engine"], r["pid"], r["device"]), 1.0) for r in alive),
+        )
+        yield per_server(metrics.WEIGHT_BYTES, "weight_bytes")
+        yield per_server(metrics.TOKENS, "tokens")
+        yield per_server(metrics.CACHED_TOKENS, "cached_tokens")
+        yield per_server(metrics.BACKLOG_FLOPS, "backlog_flops")
+        yield per_server(metrics.GATHERS, "gathers")
+        yield per_server(metrics.GATHER_SECONDS, "gather_ns", 1e-9)
+        yield per_server(metrics.GATHERED_BYTES, "gathered_bytes")
+        yield per_server(metrics.GATHER_WAIT_SECONDS, "waited_ns", 1e-9)
+        yield each(metrics.THRESHOLD_FLOPS, [((), client.deployment.threshold.flops)])
+        yield each(metrics.HELD_REQUESTS, [((), client.frontend.held)])
+        yield each(metrics.BATCHES, [((), client.batches)])

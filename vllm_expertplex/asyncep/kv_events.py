@@ -1,0 +1,75 @@
+"""Listening to what the engines' KV caches hold.
+
+Owns: the sockets, and turning vLLM's events into the index's. Must not know: requests.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.logger import init_logger
+
+from vllm_expertplex.asyncep.prefixes import PrefixIndex
+
+logger = init_logger(__name__)
+
+
+class KVEventListener:
+    """Follows one engine. Made before the engine gets its first request; nothing is missed then."""
+
+    def __init__(self, engine: int, endpoint: str, index: PrefixIndex) -> None:
+        self._engine = engine
+        self._index = index
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        self._socket.set_hwm(0)
+        self._socket.connect(endpoint)
+        self._socket.subscribe(b"")
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._next = 0
+
+    async def run(self) -> None:
+        """Update the index until cancelled."""
+        try:
+            while True:
+                _, sequence, payload = await self._socket.recv_multipart()
+                self._apply(int.from_bytes(sequence, "big"), payload)
+        except asyncio.CancelledError:
+            self._socket.close(linger=0)
+            raise
+
+    def _apply(self, sequence: int, payload: bytes) -> None:
+        if sequence != self._next:
+            # What the cache holds is not known any more; wrong guesses cost time, not answers.
+            logger.warning(
+                "engine %d: KV events %d to %d were lost", self._engine, self._next, sequence - 1
+            )
+            self._index.cleared(self._engine)
+        self._next = sequence + 1
+        for event in self._decoder.decode(payload).events:
+            if isinstance(event, BlockStored):
+                self._stored(event)
+            elif isinstance(event, BlockRemoved) and not event.group_idx:
+                self._index.removed(self._engine, event.block_hashes)
+            elif isinstance(event, AllBlocksCleared):
+                self._index.cleared(self._engine)
+
+    def _stored(self, event: BlockStored) -> None:
+        if event.group_idx:
+            return  # models with several kinds of attention: the first kind speaks for all
+        extras: list[Any] = event.extra_keys or []
+        if any(extras[1:]):
+            return  # images: named by more than their tokens
+        root = tuple(extras[0]) if extras and extras[0] else None
+        self._index.stored(
+            self._engine, event.block_hashes, event.parent_block_hash, event.token_ids, root
+        )
+
+
+def root_of(request: Any) -> tuple[Any, ...] | None:
+    """What, beside tokens, names the first block of an EngineCoreRequest, as in vLLM's events."""
+    lora = request.lora_request.name if request.lora_request is not None else None
+    found = tuple(part for part in (lora, request.cache_salt) if part is not None)
+    return found or None
