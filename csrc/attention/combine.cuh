@@ -42,6 +42,7 @@ __device__ __forceinline__ void combine(const CombineArguments& a) {
   uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32;
   uint32_t mask = item < items ? a.peers.masks[item / steps] : 0;
   wait_for_previous_kernel();
+  launch_next_kernel();
   while (item < items) {
     const size_t row = static_cast<size_t>(item / steps) * hidden;
     const uint32_t base = item % steps * kPullColumns + lane * 8;

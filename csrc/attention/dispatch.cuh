@@ -26,6 +26,7 @@ struct Columns {
 struct Item {
   Columns columns[kLoads];
   int32_t expert;
+  float weight;
 };
 
 // FP8 keeps a lane's 16 columns together, so that it stores 16 bytes; bf16 has them 256 apart, so
@@ -50,7 +51,9 @@ __device__ __forceinline__ Item load_item(const DispatchArguments& a, uint32_t t
           at < a.peers.hidden ? *reinterpret_cast<const uint4*>(row + at) : uint4{};
     }
   }
-  item.expert = lane < a.peers.topk ? a.ids[static_cast<size_t>(token) * a.peers.topk + lane] : -1;
+  const size_t at = static_cast<size_t>(token) * a.peers.topk + lane;
+  item.expert = lane < a.peers.topk ? a.ids[at] : -1;
+  item.weight = lane < a.peers.topk ? a.weights[at] : 0;
   return item;
 }
 
@@ -102,11 +105,10 @@ __device__ __forceinline__ Route route(const uint32_t* places, int32_t expert, u
 
 // Every server gets every token's ids, also where they say "none here"; weights only go along.
 __device__ __forceinline__ void push_routing(const DispatchArguments& a, const Route& r,
-                                             uint32_t token, uint32_t lane) {
+                                             float weight, uint32_t token, uint32_t lane) {
   if (lane == 0) a.peers.masks[token] = r.mask;
   if (lane >= a.peers.topk) return;
   const size_t at = (static_cast<size_t>(token) * a.peers.topk + lane) * 4;
-  const float weight = a.weights[at / 4];
   for (uint32_t z = 0; z < a.peers.servers; ++z) {
     uint8_t* slot = a.peers.slots[z];
     *reinterpret_cast<int32_t*>(slot + a.peers.at.ids + at) = r.server == z ? r.slot : -1;
@@ -142,16 +144,16 @@ __device__ __forceinline__ void push_columns(const DispatchArguments& a, const C
   }
 }
 
-// The last CTA to come gives the operation its number and tells every server.
-__device__ __forceinline__ void signal(const DispatchArguments& a) {
+// The last CTA to come gives the operation its number and tells every server. `latest`: the number
+// before, read by thread 0 when the kernel began.
+__device__ __forceinline__ void signal(const DispatchArguments& a, uint32_t latest) {
   __shared__ uint32_t sequence;  // 0: not the last CTA
   __syncthreads();
   if (threadIdx.x == 0) {
     State& state = *a.peers.state;
     sequence = 0;
     if (add_acq_rel_gpu(&state.arrived, 1) == gridDim.x - 1) {
-      const uint32_t next = state.sequence + 1;
-      sequence = next ? next : 1;
+      sequence = latest + 1 ? latest + 1 : 1;
       state.sequence = sequence;
       state.arrived = 0;
     }
@@ -165,28 +167,30 @@ __device__ __forceinline__ void signal(const DispatchArguments& a) {
 template <bool kFp8>
 __device__ __forceinline__ void dispatch(const DispatchArguments& a) {
   __shared__ uint32_t places[kMaxExperts];
-  for (uint32_t e = threadIdx.x; e < a.peers.experts; e += kThreads) places[e] = a.places[e];
-  __syncthreads();
   wait_for_previous_kernel();
   launch_next_kernel();
   const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * kWarps;
   constexpr uint32_t kItem = kLoads * kColumns;
   const uint32_t parts = (a.peers.hidden + kItem - 1) / kItem, items = a.tokens * parts;
   uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
+  // Everything that a small operation needs is on its way at once.
   Item next;
   if (index < items) next = load_item<kFp8>(a, index / parts, index % parts * kItem, lane);
+  const uint32_t latest = threadIdx.x == 0 ? a.peers.state->sequence : 0;
+  for (uint32_t e = threadIdx.x; e < a.peers.experts; e += kThreads) places[e] = a.places[e];
+  __syncthreads();
   while (index < items) {
     const Item item = next;
     const uint32_t token = index / parts, first = index % parts * kItem;
     index += warps;
     if (index < items) next = load_item<kFp8>(a, index / parts, index % parts * kItem, lane);
     const Route r = route(places, item.expert, a.peers.experts);
-    if (first == 0) push_routing(a, r, token, lane);
+    if (first == 0) push_routing(a, r, item.weight, token, lane);
 #pragma unroll
     for (uint32_t l = 0; l < kLoads; ++l)
       push_columns<kFp8>(a, item.columns[l], r.mask, token, first + l * kColumns, lane);
   }
-  signal(a);
+  signal(a, latest);
 }
 
 }  // namespace expertplex::attention

@@ -17,8 +17,9 @@ from vllm_expertplex.cuda.nvcc import csrc, cubin
 MAX_SERVERS, MAX_EXPERTS = 32, 1024
 _WARPS = 16  # per CTA
 _DISPATCH_COLUMNS, _COMBINE_COLUMNS = 1536, 1024  # per warp and step
-# Eight SMs saturate NVLink either way; a few more hide the latency of reading what is sent.
-_DISPATCH_CTAS, _COMBINE_CTAS = 24, 48
+# The most CTAs, one per SM. Eight SMs saturate NVLink either way; dispatch also reads twice what it
+# sends, and converts it.
+_DISPATCH_CTAS, _COMBINE_CTAS = 32, 48
 
 U32, U64, Pointer = c.c_uint32, c.c_uint64, c.c_uint64
 
