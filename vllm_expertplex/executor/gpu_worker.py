@@ -45,6 +45,7 @@ class AttentionGPUWorker(AttentionWorker, Worker):
     def connect_transport(self, config: ExpertPlexConfig) -> None:
         self._transport.connect(config.startup_timeout_s)
 
+    @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache. vLLM measures how much memory of the GPU is gone, and would count
         what the servers beside this one take meanwhile: here each counts only its own.
