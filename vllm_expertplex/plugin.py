@@ -5,6 +5,7 @@ Must not know: anything that happens at run time.
 """
 
 import functools
+import logging
 from typing import Any
 
 SUPPORTED = "0.32."
@@ -35,6 +36,7 @@ def register() -> None:
     from vllm_expertplex.executor import patches
     from vllm_expertplex.serve import options
 
+    _log_as_vllm_does()
     reason = unsupported_reason()
     if reason is None:
         try:
@@ -43,6 +45,13 @@ def register() -> None:
             reason = str(error)
     options.refuse_start(reason)
     _add_cli_options()
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM sets up its own package's logger only; start-up progress would not be seen."""
+    ours, theirs = logging.getLogger("vllm_expertplex"), logging.getLogger("vllm")
+    ours.handlers, ours.propagate = theirs.handlers, theirs.propagate
+    ours.setLevel(theirs.level)
 
 
 def _install_seams() -> None:
@@ -94,6 +103,10 @@ def _status_route(original: Any) -> Any:
             from vllm_expertplex.serve.status import attach
 
             attach(app)
+        if executor == "asyncep":
+            from vllm_expertplex.asyncep.endpoint import attach as attach_choose
+
+            attach_choose(app)
         return app
 
     return build_app
