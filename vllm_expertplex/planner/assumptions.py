@@ -36,6 +36,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     graph_reserve: float = 1.5 * GB
     combine_bytes: float = 2.0
     buffers: str = "worst"
+    pcie_bytes_per_s: float = 50 * GB
+    gather_gamma: float = 1.2
     prefill_tokens: int = 8192
     decode_slots: int = 256
     max_prefill_requests: int = 64
@@ -69,6 +71,8 @@ REASONS: dict[str, str] = {
     "combine_bytes": "bytes of one element of a partial sum on the link: 2 as in the paper, 4 if"
     " sums cross in fp32",
     "buffers": "'worst': every row of every source on one MoE GPU; 'average': an even share x1.5",
+    "pcie_bytes_per_s": "copies from pinned host memory to one GPU: PCIe 5.0 x16 (AsyncEP offload)",
+    "gather_gamma": "margin of AsyncEP's saturation threshold: the paper's example",
     "prefill_tokens": "tokens one prefill server sends at a time; longer batches go in chunks",
     "decode_slots": "largest decode batch of one decode server",
     "max_prefill_requests": "largest prefill batch of one prefill server",

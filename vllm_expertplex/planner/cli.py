@@ -24,7 +24,8 @@ EPILOG = """examples:
   vllm-expertplex plan minimax-m2.7 --gpus 8 --gpu h200 --workload sharegpt --ttft 1 --tpot 0.05
   vllm-expertplex plan ./my-model/config.json --workload 2000/300 --output plan.json
   vllm-expertplex plan glm-5.1-fp8 --gpus 24 --gpu h800 --workload long-input --ttft 20 --tpot 0.1
-  vllm-expertplex plan minimax-m2.7 --workload sharegpt --compare"""
+  vllm-expertplex plan minimax-m2.7 --workload sharegpt --compare
+  vllm-expertplex plan qwen3-235b-a22b --workload 4000/1 --executor asyncep"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "alike", "free"),
         default="auto",
         help="alike: every node holds the same mix (auto: up to 8 whole nodes); free: any split",
+    )
+    parser.add_argument(
+        "--executor",
+        choices=("expertplex", "asyncep"),
+        default="expertplex",
+        help="asyncep: plan for answers of one token (classification, ranking, scoring)",
     )
     parser.add_argument("--layout", help="take this layout, e.g. 1P3D4E, and plan the rest")
     parser.add_argument(
@@ -58,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 1 with a reason on stderr when no layout serves the load."""
     try:
         setting = setting_from(args)
+        if args.executor == "asyncep":
+            return _run_asyncep(setting, args)
         plan = find_plan(
             setting, args.gpus, args.placement, args.exhaustive, args.layout, not args.one
         )
@@ -77,6 +86,18 @@ def run(args: argparse.Namespace) -> int:
         from vllm_expertplex.simulator.compare import compare
 
         compare(setting, plan.gpus, plan, console)
+    return 0
+
+
+def _run_asyncep(setting: Setting, args: argparse.Namespace) -> int:
+    from vllm_expertplex.planner.asyncep import plan_asyncep
+    from vllm_expertplex.planner.asyncep_report import print_comparison
+
+    found = plan_asyncep(setting, args.gpus)
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print_comparison(found, setting, args.gpus, Console())
     return 0
 
 

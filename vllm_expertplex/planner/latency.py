@@ -126,6 +126,17 @@ class Latency:
         host = self.assumptions.host_decode
         return overlapped(overlap, attention + reduce, shared, exchange, moe, host)
 
+    def whole_pass(self, tokens: Number, length: Number) -> float:
+        """A forward pass over prompts of `length`, `tokens` in all, with every expert on one GPU:
+        no exchange (AsyncEP). Without host time.
+        """
+        attention = self.kernels.prefill_attention(tokens / length, length, 1)
+        shared = self.kernels.shared_experts(tokens, 1)
+        tile = self.assumptions.contiguous_tile
+        load = self.routing.load(np.array([1]), np.array([tokens]), tile)
+        moe = self.kernels.routed_experts(PREFILL, load, 1.0)
+        return float(np.squeeze(np.asarray(attention + shared + moe)))
+
     def routed(
         self,
         phase: str,

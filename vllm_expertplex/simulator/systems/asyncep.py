@@ -4,8 +4,6 @@ Owns: `AsyncEP`. Every GPU works on its own; while it computes a layer, the next
 gathered from the others. A layer takes the longer of the two.
 """
 
-import numpy as np
-
 from vllm_expertplex.planner.setup import Setting
 from vllm_expertplex.simulator.pools import PrefillQueue
 from vllm_expertplex.simulator.requests import Requests
@@ -73,11 +71,5 @@ class AsyncEP(System):
         self._start(gpu)
 
     def _compute(self, work: Work) -> float:
-        """One forward pass with every expert on this GPU: no exchange."""
-        kernels, a = self.latency.kernels, self.latency.assumptions
-        length = work.squares / work.tokens
-        attention = kernels.prefill_attention(work.tokens / length, length, 1)
-        shared = kernels.shared_experts(work.tokens, 1)
-        load = self.latency.routing.load(np.array([1]), np.array([work.tokens]), a.contiguous_tile)
-        moe = kernels.routed_experts("prefill", load, 1.0)
-        return float(np.squeeze(np.asarray(attention + shared + moe)))
+        """One forward pass: the prompts count as ones of the length that makes as much work."""
+        return self.latency.whole_pass(work.tokens, work.squares / work.tokens)
