@@ -9,14 +9,12 @@
 
 namespace expertplex::attention {
 
-// Thread z waits for MoE server z. A server that misses the deadline is reported to the host, and
-// the kernel ends, so that the graph it is part of ends too.
-__device__ __forceinline__ void wait_done(const WaitArguments& a) {
-  wait_for_previous_kernel();
-  // Dispatch has ended: what starts now may read the masks it wrote before it waits for us.
-  launch_next_kernel();
+// Thread z waits for MoE server z; returns at once once any server has been lost. One that misses
+// the deadline is reported to the host, and the kernel goes on, so that the graph it is part of
+// ends.
+__device__ __forceinline__ void await_done(const CombineArguments& a) {
   State& state = *a.peers.state;
-  if (threadIdx.x >= a.peers.servers || state.lost) return;
+  if (threadIdx.x >= a.peers.servers || *static_cast<volatile uint32_t*>(&state.lost)) return;
   const uint32_t sequence = state.sequence;
   const uint8_t* done = a.peers.done + threadIdx.x * kDoneStride;
   const uint64_t deadline = global_ns() + a.timeout_ns;
@@ -33,16 +31,29 @@ __device__ __forceinline__ void wait_done(const WaitArguments& a) {
   }
 }
 
+// For large operations, whose combine needs many SMs that others can use meanwhile.
+__device__ __forceinline__ void wait_done(const CombineArguments& a) {
+  wait_for_previous_kernel();
+  launch_next_kernel();
+  await_done(a);
+}
+
 constexpr uint32_t kPulls = 4;                   // 16-byte loads in flight per lane and server
 constexpr uint32_t kPullColumns = 256 * kPulls;  // per warp and step
 
+// `kWaits`: every CTA waits for the MoE servers itself, which saves a small operation a kernel.
+template <bool kWaits>
 __device__ __forceinline__ void combine(const CombineArguments& a) {
   const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * kWarps, hidden = a.peers.hidden;
   const uint32_t steps = (hidden + kPullColumns - 1) / kPullColumns, items = a.tokens * steps;
   uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32;
-  uint32_t mask = item < items ? a.peers.masks[item / steps] : 0;
   wait_for_previous_kernel();
   launch_next_kernel();
+  uint32_t mask = item < items ? a.peers.masks[item / steps] : 0;
+  if constexpr (kWaits) {
+    await_done(a);
+    __syncthreads();
+  }
   while (item < items) {
     const size_t row = static_cast<size_t>(item / steps) * hidden;
     const uint32_t base = item % steps * kPullColumns + lane * 8;

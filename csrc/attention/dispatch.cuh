@@ -1,6 +1,6 @@
 // Dispatch: push each token once to every MoE server that holds one of its experts, then signal.
 //
-// A warp takes up to 1536 columns of a token at a time, and has the next ones on their way. The
+// A warp takes a few hundred columns of a token at a time, and has the next ones on their way. The
 // signal needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by
 // the CTA barrier and the acq_rel counter, and release is cumulative.
 #pragma once
@@ -14,7 +14,6 @@
 namespace expertplex::attention {
 
 constexpr uint32_t kColumns = 512;  // per warp and load: 16 per lane
-constexpr uint32_t kLoads = 3;      // in flight per warp, and as many ahead
 constexpr float kFp8Max = 448.0f;
 
 // 16 columns of a token, as the activations' 32 bytes.
@@ -22,7 +21,9 @@ struct Columns {
   uint4 half[2];
 };
 
-// What a warp works on: columns of one token, and lane k's k-th expert (negative: none).
+// What a warp works on: columns of one token, and lane k's k-th expert (negative: none). One load
+// per item spreads few tokens over many warps; several keep more bytes in flight.
+template <uint32_t kLoads>
 struct Item {
   Columns columns[kLoads];
   int32_t expert;
@@ -36,12 +37,12 @@ __device__ __forceinline__ uint32_t column(uint32_t lane, uint32_t half) {
   return kFp8 ? lane * 16 + half * 8 : half * 256 + lane * 8;
 }
 
-template <bool kFp8>
-__device__ __forceinline__ Item load_item(const DispatchArguments& a, uint32_t token,
-                                          uint32_t first, uint32_t lane) {
+template <bool kFp8, uint32_t kLoads>
+__device__ __forceinline__ Item<kLoads> load_item(const DispatchArguments& a, uint32_t token,
+                                                  uint32_t first, uint32_t lane) {
   const auto* row =
       static_cast<const __nv_bfloat16*>(a.x) + static_cast<size_t>(token) * a.peers.hidden;
-  Item item;
+  Item<kLoads> item;
 #pragma unroll
   for (uint32_t l = 0; l < kLoads; ++l) {
 #pragma unroll
@@ -116,29 +117,48 @@ __device__ __forceinline__ void push_routing(const DispatchArguments& a, const R
   }
 }
 
-template <bool kFp8>
-__device__ __forceinline__ void push_columns(const DispatchArguments& a, const Columns& c,
-                                             uint32_t mask, uint32_t token, uint32_t first,
-                                             uint32_t lane) {
-  const size_t row = static_cast<size_t>(token) * a.peers.hidden;
-  float scale = 0;
-  uint4 packed{};
-  if constexpr (kFp8) packed = quantise(c, scale);
+template <uint32_t kLoads>
+__device__ __forceinline__ void push_fp8(const DispatchArguments& a, const Item<kLoads>& item,
+                                         uint32_t mask, uint32_t token, uint32_t first,
+                                         uint32_t lane) {
+  uint4 packed[kLoads];
+  float mine = 0;  // lane 4 l + g: the scale of load l's block g, so that all leave in one store
+#pragma unroll
+  for (uint32_t l = 0; l < kLoads; ++l) {
+    float scale;
+    packed[l] = quantise(item.columns[l], scale);
+    const float block = __shfl_sync(~0u, scale, lane % 4 * 8);
+    if (lane / 4 == l) mine = block;
+  }
+  const size_t at = static_cast<size_t>(token) * a.peers.hidden + first;
   for (uint32_t left = mask; left; left &= left - 1) {
     uint8_t* slot = a.peers.slots[__ffs(left) - 1];
-    if constexpr (kFp8) {
-      const size_t at = row + first + lane * 16;
-      if (first + lane * 16 < a.peers.hidden) {
-        *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + at) = packed;
-        if (lane % 8 == 0)
-          *reinterpret_cast<float*>(slot + a.peers.at.scales + at / kScaleColumns * 4) = scale;
-      }
-    } else {
+#pragma unroll
+    for (uint32_t l = 0; l < kLoads; ++l) {
+      const uint32_t col = l * kColumns + lane * 16;
+      if (first + col < a.peers.hidden)
+        *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + at + col) = packed[l];
+    }
+    if (lane < 4 * kLoads && first + lane * kScaleColumns < a.peers.hidden)
+      reinterpret_cast<float*>(slot + a.peers.at.scales)[at / kScaleColumns + lane] = mine;
+  }
+}
+
+template <uint32_t kLoads>
+__device__ __forceinline__ void push_bf16(const DispatchArguments& a, const Item<kLoads>& item,
+                                          uint32_t mask, uint32_t token, uint32_t first,
+                                          uint32_t lane) {
+  const size_t row = static_cast<size_t>(token) * a.peers.hidden;
+  for (uint32_t left = mask; left; left &= left - 1) {
+    uint8_t* slot = a.peers.slots[__ffs(left) - 1];
+#pragma unroll
+    for (uint32_t l = 0; l < kLoads; ++l) {
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) {
-        const uint32_t col = first + column<kFp8>(lane, h);
+        const uint32_t col = first + l * kColumns + column<false>(lane, h);
         if (col < a.peers.hidden)
-          *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + (row + col) * 2) = c.half[h];
+          *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + (row + col) * 2) =
+              item.columns[l].half[h];
       }
     }
   }
@@ -164,7 +184,7 @@ __device__ __forceinline__ void signal(const DispatchArguments& a, uint32_t late
                          static_cast<uint64_t>(sequence) << 32 | a.word);
 }
 
-template <bool kFp8>
+template <bool kFp8, uint32_t kLoads>
 __device__ __forceinline__ void dispatch(const DispatchArguments& a) {
   __shared__ uint32_t places[kMaxExperts];
   wait_for_previous_kernel();
@@ -174,21 +194,23 @@ __device__ __forceinline__ void dispatch(const DispatchArguments& a) {
   const uint32_t parts = (a.peers.hidden + kItem - 1) / kItem, items = a.tokens * parts;
   uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
   // Everything that a small operation needs is on its way at once.
-  Item next;
-  if (index < items) next = load_item<kFp8>(a, index / parts, index % parts * kItem, lane);
+  Item<kLoads> next;
+  if (index < items) next = load_item<kFp8, kLoads>(a, index / parts, index % parts * kItem, lane);
   const uint32_t latest = threadIdx.x == 0 ? a.peers.state->sequence : 0;
   for (uint32_t e = threadIdx.x; e < a.peers.experts; e += kThreads) places[e] = a.places[e];
   __syncthreads();
   while (index < items) {
-    const Item item = next;
+    const Item<kLoads> item = next;
     const uint32_t token = index / parts, first = index % parts * kItem;
     index += warps;
-    if (index < items) next = load_item<kFp8>(a, index / parts, index % parts * kItem, lane);
+    if (index < items)
+      next = load_item<kFp8, kLoads>(a, index / parts, index % parts * kItem, lane);
     const Route r = route(places, item.expert, a.peers.experts);
     if (first == 0) push_routing(a, r, item.weight, token, lane);
-#pragma unroll
-    for (uint32_t l = 0; l < kLoads; ++l)
-      push_columns<kFp8>(a, item.columns[l], r.mask, token, first + l * kColumns, lane);
+    if constexpr (kFp8)
+      push_fp8(a, item, r.mask, token, first, lane);
+    else
+      push_bf16(a, item, r.mask, token, first, lane);
   }
   signal(a, latest);
 }

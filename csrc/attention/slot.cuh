@@ -53,16 +53,11 @@ struct DispatchArguments {
   uint32_t tokens, word;
 };
 
-struct WaitArguments {
-  Peers peers;
-  uint64_t timeout_ns;
-  uint32_t word, reserved;
-};
-
 struct CombineArguments {
   Peers peers;
   void* out;  // bf16 [tokens, hidden]
-  uint32_t tokens, reserved;
+  uint64_t timeout_ns;
+  uint32_t tokens, word;
 };
 
 }  // namespace expertplex::attention

@@ -16,10 +16,11 @@ from vllm_expertplex.cuda.nvcc import csrc, cubin
 
 MAX_SERVERS, MAX_EXPERTS = 32, 1024
 _WARPS = 16  # per CTA
-_DISPATCH_COLUMNS, _COMBINE_COLUMNS = 1536, 1024  # per warp and step
-# The most CTAs, one per SM. Eight SMs saturate NVLink either way; dispatch also reads twice what it
-# sends, and converts it.
-_DISPATCH_CTAS, _COMBINE_CTAS = 32, 48
+_LOAD, _LOADS = 512, 3  # columns of a load; loads of a warp of a large dispatch at a time
+_PULL = 1024  # columns of a warp of a combine at a time
+# The most CTAs, one per SM: eight SMs saturate NVLink either way, and dispatch also reads twice
+# what it sends, and converts it.
+_DISPATCH_CTAS, _COMBINE_CTAS = 24, 48
 
 U32, U64, Pointer = c.c_uint32, c.c_uint64, c.c_uint64
 
@@ -69,15 +70,17 @@ class DispatchArguments(_Struct):
     )
 
 
-class WaitArguments(_Struct):
-    _fields_ = (("peers", Peers), ("timeout_ns", U64), ("word", U32), ("reserved", U32))
-
-
 class CombineArguments(_Struct):
-    _fields_ = (("peers", Peers), ("out", Pointer), ("tokens", U32), ("reserved", U32))
+    _fields_ = (
+        ("peers", Peers),
+        ("out", Pointer),
+        ("timeout_ns", U64),
+        ("tokens", U32),
+        ("word", U32),
+    )
 
 
-_MIRRORED = (State, Lost, DispatchArguments, WaitArguments, CombineArguments)
+_MIRRORED = (State, Lost, DispatchArguments, CombineArguments)
 
 
 def kernels_path() -> Any:
@@ -87,9 +90,11 @@ def kernels_path() -> Any:
 
 
 class PeerKernels:
-    """The kernels on the current device. `dependent` launches may begin before the kernel ahead
-    of them in the stream has ended (programmatic dependent launch): for decode, where launches
-    dominate; a combine that waits holds registers of many SMs.
+    """The kernels on the current device, for large operations or `small` ones.
+
+    Small ones (decode) are for low latency: spread thinly, combine waits for the MoE servers
+    itself, and each kernel may be there before the one ahead of it in the stream has ended
+    (programmatic dependent launch). Large ones (prefill) leave the SMs to others while they wait.
     """
 
     def __init__(self, fp8: bool) -> None:
@@ -101,24 +106,28 @@ class PeerKernels:
                 f"argument sizes are {expected} here and {sizes} in csrc/attention: the package "
                 "and its CUDA sources are of different versions"
             )
-        self._dispatch = module.function(f"expertplex_dispatch_{'fp8' if fp8 else 'bf16'}")
+        dispatch = f"expertplex_dispatch_{'fp8' if fp8 else 'bf16'}"
+        self._dispatch = module.function(dispatch), module.function(f"{dispatch}_small")
         self._wait = module.function("expertplex_wait_done")
         self._combine = module.function("expertplex_combine")
+        self._wait_and_combine = module.function("expertplex_wait_and_combine")
 
-    def dispatch(self, arguments: DispatchArguments, dependent: bool) -> None:
-        steps = -(-arguments.peers.hidden // _DISPATCH_COLUMNS)
-        self._launch(self._dispatch, arguments.tokens * steps, _DISPATCH_CTAS, arguments, dependent)
+    def dispatch(self, arguments: DispatchArguments, small: bool) -> None:
+        columns = _LOAD if small else _LOAD * _LOADS
+        self._rows(self._dispatch[small], arguments, columns, _DISPATCH_CTAS, small)
 
-    def wait(self, arguments: WaitArguments, dependent: bool) -> None:
-        stream = torch.cuda.current_stream()
-        launch(self._wait, 1, MAX_SERVERS, 0, stream, arguments, dependent=dependent)
-
-    def combine(self, arguments: CombineArguments, dependent: bool) -> None:
-        steps = -(-arguments.peers.hidden // _COMBINE_COLUMNS)
-        self._launch(self._combine, arguments.tokens * steps, _COMBINE_CTAS, arguments, dependent)
+    def combine(self, arguments: CombineArguments, small: bool) -> None:
+        """WaitDone, then combine."""
+        if small:
+            self._rows(self._wait_and_combine, arguments, _PULL, _COMBINE_CTAS, True)
+            return
+        launch(self._wait, 1, MAX_SERVERS, 0, torch.cuda.current_stream(), arguments)
+        self._rows(self._combine, arguments, _PULL, _COMBINE_CTAS, False)
 
     @staticmethod
-    def _launch(function: Any, items: int, most: int, arguments: Any, dependent: bool) -> None:
+    def _rows(function: Any, arguments: Any, columns: int, most: int, dependent: bool) -> None:
+        """A kernel whose warps take `columns` of a token at a time."""
+        items = arguments.tokens * -(-arguments.peers.hidden // columns)
         ctas = max(1, min(most, -(-items // _WARPS)))
         stream = torch.cuda.current_stream()
         launch(function, ctas, _WARPS * 32, 0, stream, arguments, dependent=dependent)

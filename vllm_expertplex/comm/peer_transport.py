@@ -32,7 +32,6 @@ from vllm_expertplex.comm.peer_kernels import (
     PeerKernels,
     Peers,
     State,
-    WaitArguments,
 )
 from vllm_expertplex.comm.shm import MoeServerLost
 from vllm_expertplex.cuda.memory import DeviceMemory, current_device_uuid
@@ -132,7 +131,7 @@ class PeerTransport:
         ids = topk_ids.to(torch.int32).contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
         self._word = phase << 31 | layer << 20 | n
-        self._dependent = phase == PHASE_DECODE
+        self._small = phase == PHASE_DECODE
         arguments = DispatchArguments(
             self._peers,
             x.data_ptr(),
@@ -142,7 +141,7 @@ class PeerTransport:
             n,
             self._word,
         )
-        self._kernels.dispatch(arguments, self._dependent)
+        self._kernels.dispatch(arguments, self._small)
 
     def combine(self, tokens: int, dtype: torch.dtype) -> torch.Tensor:
         """Queue the wait for every MoE server, then the sum [tokens, hidden] as `dtype` (bf16).
@@ -152,12 +151,10 @@ class PeerTransport:
         if dtype is not torch.bfloat16:
             raise ValueError(f"{self._me.name}: a {dtype} model; the GPU kernels serve bfloat16")
         assert self._peers is not None, "connect first"
-        timeout_ns = int(self._timeout_s * 1e9)
-        self._kernels.wait(WaitArguments(self._peers, timeout_ns, self._word), self._dependent)
         out = torch.empty(tokens, self._slot.hidden, dtype=dtype, device="cuda")
-        self._kernels.combine(
-            CombineArguments(self._peers, out.data_ptr(), tokens), self._dependent
-        )
+        timeout_ns = int(self._timeout_s * 1e9)
+        arguments = CombineArguments(self._peers, out.data_ptr(), timeout_ns, tokens, self._word)
+        self._kernels.combine(arguments, self._small)
         return out
 
     def check(self) -> None:
