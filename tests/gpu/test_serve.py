@@ -1,4 +1,4 @@
-"""`vllm serve --executor expertplex` on GPUs answers as plain vLLM does, as far as arithmetic allows.
+"""`vllm serve --executor expertplex` on GPUs answers as plain vLLM does, but for rounding.
 
 Two kernels that round differently choose different tokens wherever two are nearly equal, and then
 texts part. So each server's own tokens are judged: how far are the log-probabilities it reports
