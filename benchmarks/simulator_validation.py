@@ -111,8 +111,8 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
             gaps = [g for r in replies for g in r.gaps[15:35]]
             decode.append(Point(batch, length + 30, float(np.mean(gaps))))
             bar.advance(task)
-    running = [asyncio.create_task(client.complete(longest // 2, 120)) for _ in range(2)]
-    await asyncio.sleep(1.0)
+    # Streams long enough that they decode beside prefill nearly all of their time.
+    running = [asyncio.create_task(client.complete(longest // 2, 400)) for _ in range(2)]
     beside = []
     while not all(t.done() for t in running):
         beside.append((await client.complete(longest // 2, 1)).first)
@@ -122,7 +122,7 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
     fit_d = fit(decode, ("1", "x", "x s"), hold_out=5)
     plain = MeasuredSteps(fit_p, fit_d)
     alone_p = plain.prefill(NOTHING.plus(0, longest // 2), longest // 2, 1.0).total
-    alone_d = plain.decode(2, 2, longest // 2 + 60, 1.0).total
+    alone_d = plain.decode(2, 2, longest // 2 + 200, 1.0).total
     slow_d, slow_p = max(1.0, slowed / alone_d), max(1.0, float(np.mean(beside)) / alone_p)
     return Calibration(
         MeasuredSteps(fit_p, fit_d, beside_prefill=slow_d, beside_decode=slow_p),
