@@ -447,3 +447,20 @@ def test_losing_the_last_server_of_a_role_is_the_end() -> None:
         requests = table()
         with pytest.raises(NoServerLeft, match=f"no {role} server is left"):
             requests.lose(engine)
+
+
+def test_a_failed_request_says_which_server_cost_it() -> None:
+    requests = table("2P2D1E")
+    for name in ("0_cmpl-a-0", "cmpl-b", "cmpl-c", "cmpl-d"):
+        requests.add(request(name))  # prefill-0 and prefill-1 in turn
+    requests.lose(1)
+    for name in ("0_cmpl-a-0", "cmpl-c"):
+        requests.output(0, answer(name))
+    requests.hand_off()  # to decode-0 and decode-1
+    requests.output(2, EngineCoreOutput("0_cmpl-a-0", [], finish_reason=Reason.ERROR))
+    requests.lose(3)
+
+    assert requests.failures.reason("cmpl-a") == "its KV cache could not be fetched from prefill-0"
+    assert requests.failures.reason("cmpl-b") == "prefill-1 is gone"
+    assert requests.failures.reason("cmpl-c") == "decode-1 is gone"
+    assert requests.failures.reason("cmpl-e") is None

@@ -216,6 +216,7 @@ class RequestTable:
         entry = self._entries.get(output.request_id)
         if entry is None:
             return None  # aborted meanwhile
+        waited = entry.handed_s is not None
         if entry.handed_s is not None:
             self.handoffs += 1
             self.handoff_s += time.monotonic() - entry.handed_s
@@ -227,7 +228,7 @@ class RequestTable:
             preempted = EngineCoreEventType.PREEMPTED
             output.events = [e for e in output.events if e.type == preempted] or None
         if output.finish_reason is not None:
-            if output.finish_reason == FinishReason.ERROR:
+            if waited and output.finish_reason == FinishReason.ERROR:
                 source = self._layout.attention_servers[entry.prefill].name
                 reason = f"its KV cache could not be fetched from {source}"
                 self.failures.add(output.request_id, reason)
