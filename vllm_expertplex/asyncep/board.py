@@ -13,7 +13,8 @@ from vllm_expertplex.layout import Server
 
 class Counters(NamedTuple):
     """Totals since the start. `waited_ns`: time the computing side waited for gathers. `layers`:
-    MoE layers computed.
+    MoE layers computed. `far_bytes`: of those gathered, from host memory although a near tier was
+    to have them.
     """
 
     gathers: int = 0
@@ -22,6 +23,7 @@ class Counters(NamedTuple):
     waits: int = 0
     waited_ns: int = 0
     layers: int = 0
+    far_bytes: int = 0
 
 
 _FIELDS = Counters._fields

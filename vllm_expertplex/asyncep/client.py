@@ -34,18 +34,19 @@ class AsyncEPClient(EnginesClient):
         self.failures = Failures()
         self.deployment = deployment
         engines = range(len(deployment.engines))
+        config = deployment.config
         self.index = PrefixIndex(engines, deployment.block_size)
         self.frontend = Frontend(
             engines,
             deployment.flops,
             self.index,
-            deployment.threshold.flops,
-            deployment.config.max_wait_ms / 1e3,
+            deployment.threshold.flops if config.frontend else 0.0,
+            config.max_wait_ms / 1e3,
         )
         self._listeners = [
             KVEventListener(index, deployment.kv_events(server), self.index)
             for index, server in enumerate(deployment.servers)
-            if deployment.reuses_prefixes
+            if config.frontend and deployment.reuses_prefixes
         ]
         self._held: dict[str, EngineCoreRequest] = {}  # requests that no engine has been sent
         self._where: dict[str, int] = {}  # request -> the engine that was sent it
@@ -61,7 +62,6 @@ class AsyncEPClient(EnginesClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         self.ensure_alive()
-        self.deployment.check_request(request)
         self._held[request.request_id] = request
         self.frontend.submit(
             request.request_id,

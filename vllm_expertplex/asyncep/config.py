@@ -32,6 +32,9 @@ class AsyncEPConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """0: all shards resident. n: only those of the next n layers, and all in host memory."""
     kv_free: bool = False
     """Keep no KV: one layer's worth of scratch instead. One-token answers, no prefix reuse."""
+    frontend: bool = True
+    """Route by prefix and hold requests back until a batch reaches T; off: the least loaded engine,
+    at once (for comparisons)."""
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0
     """OpenMP threads of an engine on CPU; 0 takes a fair share of the cores."""
     gather_timeout_s: Positive = 60.0

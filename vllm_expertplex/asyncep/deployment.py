@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_expertplex.asyncep.board import Board
 from vllm_expertplex.asyncep.config import AsyncEPSettings
 from vllm_expertplex.asyncep.flops import Flops
+from vllm_expertplex.asyncep.kv_free import blocks_needed
 from vllm_expertplex.asyncep.speed import Speed
 from vllm_expertplex.asyncep.threshold import Threshold
 from vllm_expertplex.config import run_dir
@@ -54,6 +54,11 @@ class AsyncEPDeployment:
         mine = AsyncEPSettings(self.config, server.rank)
         config.additional_config = {**base.additional_config, **mine.to_additional_config()}
         config.scheduler_config.scheduler_cls = "vllm_expertplex.asyncep.scheduler.BatchScheduler"
+        if self.config.kv_free:
+            scheduler, cache = config.scheduler_config, config.cache_config
+            cache.num_gpu_blocks_override = blocks_needed(
+                scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size
+            )
         if config.cache_config.enable_prefix_caching:
             config.kv_events_config = KVEventsConfig(
                 enable_kv_cache_events=True, endpoint=self.kv_events(server)
@@ -111,9 +116,6 @@ class AsyncEPDeployment:
     def reuses_prefixes(self) -> bool:
         """Whether engines keep the KV of prompts they have computed."""
         return bool(self.configs[0].cache_config.enable_prefix_caching)
-
-    def check_request(self, request: EngineCoreRequest) -> None:
-        """Raise ValueError for a request that this deployment does not serve."""
 
     def kill(self, server: Server) -> None:
         """End an engine that does not react any more."""

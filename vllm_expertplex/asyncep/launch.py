@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm_expertplex.asyncep.client import AsyncEPClient
 from vllm_expertplex.asyncep.config import AsyncEPSettings
 from vllm_expertplex.asyncep.deployment import AsyncEPDeployment
+from vllm_expertplex.asyncep.kv_free import refuse_generation
 from vllm_expertplex.asyncep.status import AsyncEPReporter
 from vllm_expertplex.executor.patches import explain_errors
 from vllm_expertplex.serve import status
@@ -42,6 +43,8 @@ def launch(
     vllm_config.cache_config.num_gpu_blocks = front.num_gpu_blocks
     vllm_config.cache_config.block_size = front.block_size
     client = AsyncEPClient(deployment)
+    if settings.config.kv_free:
+        refuse_generation()
     explain_errors(client.failures.reason)
     status.publish(AsyncEPReporter(client))
     return client

@@ -121,6 +121,13 @@ def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
         **(args.additional_config or {}),
         **settings.to_additional_config(),
     }
+    if config.kv_free:
+        if args.enable_prefix_caching or args.enable_chunked_prefill:
+            shared.error(
+                "kv_free keeps nothing of a prompt; leave out --enable-prefix-caching and "
+                "--enable-chunked-prefill"
+            )
+        args.enable_prefix_caching = args.enable_chunked_prefill = False
     shared.apply_cpu_defaults(args, config.gpus)
     if args.block_size is None:
         # Prefixes are shared in whole blocks. vLLM's default on CPU is 128 tokens; this is the

@@ -91,15 +91,21 @@ class ShardRecord(msgspec.Struct, frozen=True):
     @classmethod
     def wait(cls, run_dir: Path, server: Server, timeout_s: float) -> "ShardRecord":
         """The record of `server`, once there. Raises TimeoutError naming it."""
-        deadline = time.monotonic() + timeout_s
-        while not (file := cls.file(run_dir, server)).exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{server.name} has not loaded its experts within startup_timeout_s = "
-                    f"{timeout_s:g} s"
-                )
-            time.sleep(0.02)
+        file = cls.file(run_dir, server)
+        await_file(file, server, timeout_s)
         return msgspec.json.decode(file.read_bytes(), type=cls)
+
+
+def await_file(file: Path, server: Server, timeout_s: float) -> None:
+    """Return once `server` has put `file` there. Raises TimeoutError naming it."""
+    deadline = time.monotonic() + timeout_s
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{server.name} has not loaded its experts within startup_timeout_s = "
+                f"{timeout_s:g} s"
+            )
+        time.sleep(0.02)
 
 
 class ShardFile:

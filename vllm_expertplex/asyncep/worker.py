@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_expertplex.asyncep import loader  # noqa: F401  registers the load format
 from vllm_expertplex.asyncep.config import AsyncEPSettings
 from vllm_expertplex.asyncep.experts import split_routed_experts
+from vllm_expertplex.asyncep.kv_free import one_layer
 from vllm_expertplex.asyncep.speed import Speed
 from vllm_expertplex.asyncep.weights import ExpertWeights
 from vllm_expertplex.config import run_dir
@@ -47,7 +48,15 @@ class AsyncEPCPUWorker(CPUWorker):
         rest = sum(p.numel() * p.element_size() for p in self._other_parameters(layers))
         held = rest + self.weights.resident_bytes
         write_record(run_dir(), ServerRecord.of(me, self.vllm_config, held, self.weights.names))
-        self._measure(settings).write(run_dir(), me)
+        self._warm_up_logprobs()
+        self._measure().write(run_dir(), me)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        settings = AsyncEPSettings.from_additional_config(self.vllm_config.additional_config)
+        assert settings is not None  # the executor checked
+        if settings.config.kv_free:
+            kv_cache_config = one_layer(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
 
     def _other_parameters(self, layers: list[Any]) -> list[torch.nn.Parameter]:
         """Everything but routed experts; tied weights are one tensor under two names."""
@@ -55,7 +64,16 @@ class AsyncEPCPUWorker(CPUWorker):
         model = self.model_runner.get_model()
         return [p for p in model.parameters() if id(p) not in routed]
 
-    def _measure(self, settings: AsyncEPSettings) -> Speed:
+    def _warm_up_logprobs(self) -> None:
+        """Nearly every request here asks for logprobs, which vLLM compiles for when it first does:
+        seconds, in the first answer.
+        """
+        sampler = getattr(self.model_runner, "sampler", None)  # pooling models have none
+        if sampler is not None:
+            logits = torch.zeros(2, self.vllm_config.model_config.get_vocab_size())
+            sampler.gather_logprobs(logits, 1, torch.zeros(2, dtype=torch.int64))
+
+    def _measure(self) -> Speed:
         """Time the gather of a layer, and a forward pass whose experts are all there."""
         gather = self.weights.gather
         if gather is None:

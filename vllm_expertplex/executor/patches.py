@@ -13,6 +13,7 @@ patch installs beyond where it goes.
 | first-token | `InputBatch.add_request` accepts a first token sampled elsewhere | a decode server continues after prefill's token; vLLM resamples it | first token in vLLM's KV transfer |
 | lost-server-error | `GenerateBaseServing._raise_if_error` says which server was lost | vLLM ends such a request with "Internal server error" alone | a reason in vLLM's outputs |
 | forkserver | `v1.engine.utils.get_mp_context` returns Python's fork server context | one import of vLLM for all servers instead of one each | `forkserver` among vLLM's start methods |
+| kv-free-requests | `InputProcessor._validate_params` refuses more than one token under `--executor asyncep` with kv_free | a request must be refused before vLLM has registered it | a hook to validate requests |
 | nixl-progress | `nixl_agent_config` without progress thread (CPU) | the thread spins a core per server | an option in vLLM's NIXL connector |
 
 The first five are applied in every process, so plain `vllm serve` gets the CPU fixes too;

@@ -1,0 +1,253 @@
+"""AsyncEP beside other ways to serve a prefill-only load on the same machine.
+
+    python benchmarks/asyncep.py MODEL [--engines 2] [--lengths 128 512] [--json FILE]
+
+Every mode is started, measured and stopped in turn; all answer the same requests (one token,
+logprobs). For each prompt length and kind of prefix: prompt tokens/s at saturation. For AsyncEP
+also how long a layer's gather takes, what part of the time computing waited for it, by the tokens
+of a batch, against the threshold T; and a burst after idle. On GPUs pass the lengths of the load,
+and --peak-tflops for MFU.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from _report import Row, write
+from rich.console import Console
+from rich.table import Table
+
+from vllm_expertplex.asyncep.flops import Flops
+from vllm_expertplex.planner.model_configs import load_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.e2e import server as servers
+
+console = Console()
+
+PREFIXES = ("none", "shared", "skewed")
+SHARE = 0.75  # of a prompt, where prefixes are shared
+SPEEDUP_FLOOR, MFU_FLOOR, WAIT_CEILING = 1.35, 0.36, 0.02  # aims at saturation, on GPUs
+
+
+class Mode(NamedTuple):
+    """A way to serve: vLLM's options for it, or AsyncEP's configuration."""
+
+    name: str
+    options: tuple[str, ...]
+    config: dict[str, Any] | None = None
+
+
+def modes(engines: int) -> list[Mode]:
+    parallel = str(engines)
+    return [
+        Mode("plain, one engine", ()),
+        Mode("TP+TP", ("--tensor-parallel-size", parallel)),
+        Mode("TP+EP", ("--tensor-parallel-size", parallel, "--enable-expert-parallel")),
+        Mode("DP+EP", ("--data-parallel-size", parallel, "--enable-expert-parallel")),
+        Mode("AsyncEP, no frontend", (), {"gpus": engines, "frontend": False}),
+        Mode("AsyncEP", (), {"gpus": engines}),
+    ]
+
+
+def prompt(length: int, prefixes: str, index: int, salt: int) -> list[int]:
+    """`length` tokens. shared: eight prefixes in turn; skewed: most prompts have the same one."""
+    groups = {"none": index, "shared": index % 8, "skewed": 0 if index % 8 else index}
+    head = int(length * SHARE) if prefixes != "none" else 0
+    group = groups[prefixes] + salt
+    shared = [10 + (group * 7919 + i * 31) % 3000 for i in range(head)]
+    own = [10 + ((index + salt) * 104729 + i * 17) % 3000 for i in range(length - head)]
+    return shared + own
+
+
+async def answer(http: httpx.AsyncClient, tokens: list[int]) -> float:
+    """Seconds of one request."""
+    body = {"model": servers.MODEL_NAME, "prompt": tokens, "max_tokens": 1, "logprobs": 2}
+    begin = time.perf_counter()
+    reply = await http.post("/v1/completions", json=body | {"temperature": 0})
+    reply.raise_for_status()
+    return time.perf_counter() - begin
+
+
+async def together(port: int, prompts: list[list[int]]) -> tuple[float, list[float]]:
+    """All at once: seconds until the last answer, and of each."""
+    limits = httpx.Limits(max_connections=None)
+    base = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=base, timeout=900, limits=limits) as http:
+        begin = time.perf_counter()
+        each = await asyncio.gather(*(answer(http, tokens) for tokens in prompts))
+        return time.perf_counter() - begin, list(each)
+
+
+@contextmanager
+def served(mode: Mode, args: argparse.Namespace, scratch: Path) -> Iterator[servers.Server | None]:
+    """The server of `mode`; None, with a word why, where this vLLM cannot serve that way."""
+    options = [*mode.options, *args.option]
+    if mode.config is not None:
+        file = scratch / "asyncep.json"
+        file.write_text(json.dumps(mode.config | json.loads(args.config)))
+        options += ["--executor", "asyncep", "--asyncep-config", str(file)]
+    log = scratch / f"{mode.name.replace(' ', '-')}.log"
+    with servers.start(args.model, log, options=options) as server:
+        try:
+            with console.status(f"{mode.name}: starting"):
+                server.wait_healthy(servers.START_DEADLINE_S)
+        except servers.ServerError as error:
+            console.print(f"{mode.name}: cannot serve here ({str(error).splitlines()[-1][:100]})")
+            yield None
+            return
+        yield server
+        server.stop()
+
+
+def engines(server: servers.Server) -> list[dict[str, Any]]:
+    return server.http.get("/expertplex/status").json()["servers"]
+
+
+def gathering(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[float, float]:
+    """Mean seconds of a gather, and seconds an engine waited for gathers, between two statuses."""
+
+    def grown(field: str) -> int:
+        return sum(a[field] - b[field] for a, b in zip(after, before, strict=True))
+
+    seconds = grown("gather_ns") * 1e-9 / max(1, grown("gathers"))
+    return seconds, grown("waited_ns") * 1e-9 / len(after)
+
+
+def throughput(
+    mode: Mode, server: servers.Server, args: argparse.Namespace
+) -> dict[tuple[int, str], float]:
+    """Prompt tokens/s by (length, prefixes)."""
+    found = {}
+    salt = 1
+    for length in args.lengths:
+        count = max(8, args.tokens // length)
+        for prefixes in PREFIXES:
+            rates = []
+            for _ in range(args.rounds):
+                salt += 100_000
+                prompts = [prompt(length, prefixes, i, salt) for i in range(count)]
+                seconds, _ = asyncio.run(together(server.port, prompts))
+                rates.append(count * length / seconds)
+            found[length, prefixes] = statistics.median(rates)
+            console.log(f"{mode.name}: {length} tokens, {prefixes}: {max(rates):.0f} tokens/s")
+    return found
+
+
+def hiding(server: servers.Server, args: argparse.Namespace) -> list[Row]:
+    """By tokens of a batch: what part of the time computing waited, and the gather itself."""
+    threshold = server.http.get("/expertplex/status").json()["threshold"]["tokens"]
+    rows = [Row("T", "tokens", threshold, None, "", None)]
+    length, salt = min(args.lengths), 7_000_000
+    for size in args.batches:
+        before, salt = engines(server), salt + 100_000
+        prompts = [prompt(length, "none", i, salt) for i in range(max(1, size // length))]
+        seconds, _ = asyncio.run(together(server.port, prompts))
+        gather, waited = gathering(before, engines(server))
+        name = f"batch of {size} tokens"
+        floor = WAIT_CEILING if size > threshold else None
+        rows.append(Row(f"{name}: waiting for gathers", "share", waited / seconds, None, "", floor))
+        rows.append(Row(f"{name}: gather of a layer", "ms", gather * 1e3, None, "", None))
+    time.sleep(2)
+    prompts = [prompt(length, "none", i, salt + 50_000) for i in range(32)]
+    _, each = asyncio.run(together(server.port, prompts))
+    rows.append(Row("burst of 32 after idle: first answer", "ms", min(each) * 1e3, None, "", None))
+    rows.append(Row("burst of 32 after idle: last answer", "ms", max(each) * 1e3, None, "", None))
+    return rows
+
+
+def compare(found: dict[str, dict[tuple[int, str], float]]) -> list[Row]:
+    """AsyncEP against the best of vLLM's own modes, cell by cell, and against no frontend."""
+    ours, rows = found["AsyncEP"], []
+    stock = {name: cells for name, cells in found.items() if not name.startswith("AsyncEP")}
+    for (length, prefixes), rate in ours.items():
+        cell = f"{length} tokens, prefixes {prefixes}"
+        best = max(stock, key=lambda name: stock[name][length, prefixes])
+        peer = stock[best][length, prefixes]
+        rows.append(Row(cell, "tokens/s", rate, peer, best, SPEEDUP_FLOOR))
+        bare = found["AsyncEP, no frontend"][length, prefixes]
+        rows.append(Row(f"{cell}: frontend", "tokens/s", rate, bare, "AsyncEP, no frontend", None))
+    return rows
+
+
+def mfu(found: dict[tuple[int, str], float], args: argparse.Namespace) -> list[Row]:
+    """Against --peak-tflops of all engines together, where nothing is reused."""
+    if not args.peak_tflops:
+        return []
+    model = load_model(str(args.model))
+    peak = args.peak_tflops * 1e12 * args.engines
+    return [
+        Row(
+            f"MFU at {length} tokens",
+            "share",
+            Flops(model).new(length) * model.moe_layers / length * rate / peak,
+            None,
+            "",
+            MFU_FLOOR,
+        )
+        for (length, prefixes), rate in found.items()
+        if prefixes == "none"
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
+    parser.add_argument("--tokens", type=int, default=8192, help="prompt tokens of one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--config", default="{}", help="further AsyncEP options, as JSON")
+    parser.add_argument("--option", action="append", default=[], help="for vllm serve, all modes")
+    parser.add_argument("--only", nargs="+", metavar="MODE", help="leave other modes out")
+    parser.add_argument("--peak-tflops", type=float, help="of one engine's device")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    found: dict[str, dict[tuple[int, str], float]] = {}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for mode in modes(args.engines):
+            if args.only and mode.name not in args.only:
+                continue
+            with served(mode, args, Path(scratch)) as server:
+                if server is None:
+                    continue
+                asyncio.run(together(server.port, [prompt(64, "none", i, 0) for i in range(4)]))
+                found[mode.name] = throughput(mode, server, args)
+                if mode.name == "AsyncEP":
+                    rows = hiding(server, args)
+    if {"AsyncEP", "AsyncEP, no frontend", "plain, one engine"} <= found.keys():
+        rows = compare(found) + mfu(found["AsyncEP"], args) + rows
+    console.print(table(rows, args))
+    write("asyncep", rows, args.json)
+
+
+def table(rows: list[Row], args: argparse.Namespace) -> Table:
+    result = Table(title=f"{args.model.name}, AsyncEP on {args.engines} engines")
+    for column in ("", "unit", "AsyncEP", "peer", "", "ratio", "aim"):
+        result.add_column(column, justify="left" if not column else "right")
+    for row in rows:
+        result.add_row(
+            row.name,
+            row.unit,
+            f"{row.ours:.4g}",
+            "" if row.peer is None else f"{row.peer:.4g}",
+            row.peer_name,
+            "" if row.ratio is None else f"{row.ratio:.2f}",
+            "" if row.floor is None else f"{row.floor:g}",
+        )
+    return result
+
+
+if __name__ == "__main__":
+    main()
