@@ -139,7 +139,7 @@ VALUES = {
     "--kv-transfer-config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 2}',
     "--runner": "pooling",
-    "--load-format": "dummy",
+    "--load-format": "tensorizer",
     "--data-parallel-rank": "0",
 }
 

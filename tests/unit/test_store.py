@@ -189,3 +189,21 @@ def test_ordinary_experts_are_not_refused() -> None:
 
     config = SimpleNamespace(activation=MoEActivation.SILU, has_bias=False)
     _refuse_unsupported("layer", config, {"apply_router_weight_on_input": False})
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "minimax-m2-fp8"])
+def test_dummy_weights_need_no_checkpoint_and_act_like_trained_ones(
+    name: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    shutil.copy(tiny(name) / "config.json", tmp_path)
+    args = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, enforce_eager=True, load_format="dummy"
+    )
+    layers = load_experts(args.create_engine_config(), [3, 5])
+    assert len(layers) == 4
+    for weights in layers.values():
+        for weight, scale in ((weights.w13, weights.w13_scale), (weights.w2, weights.w2_scale)):
+            values = weight.float() * (1 if scale is None else scale.flatten()[0])
+            assert weight.shape[0] == 2
+            assert (values[0] != values[1]).float().mean() > 0.9
+            assert 0.8 < float(values.std()) * weight.shape[-1] ** 0.5 < 1.2

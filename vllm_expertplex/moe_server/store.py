@@ -153,8 +153,11 @@ def load_experts(vllm_config: VllmConfig, local_experts: Sequence[int]) -> dict[
                 "experts that vLLM runs through its RoutedExperts layer, so it is not supported; "
                 "serve it without --executor expertplex"
             )
-        _load(model, vllm_config, set(local_experts))
-    _check_complete(layers, scheme, len(local_experts), model_config.model)
+        if vllm_config.load_config.load_format == "dummy":
+            _draw(layers)
+        else:
+            _load(model, vllm_config, set(local_experts))
+            _check_complete(layers, scheme, len(local_experts), model_config.model)
     return {name: _weights(layer) for name, layer in layers.items()}
 
 
@@ -183,6 +186,19 @@ def _load(model: Any, vllm_config: VllmConfig, local_experts: set[int]) -> None:
                 yield name, tensor
 
     model.load_weights(experts_only())
+
+
+def _draw(layers: dict[str, Any]) -> None:
+    """Random weights of the size that trained ones have, instead of a checkpoint's."""
+    for layer in layers.values():
+        for name in ("w13_weight", "w2_weight"):
+            weight, scale = getattr(layer, name).data, getattr(layer, f"{name}_scale_inv", None)
+            size = weight.shape[-1] ** -0.5
+            if scale is not None:
+                scale.data.fill_(size)
+                size = 1.0
+            for expert in weight:  # one at a time: fp32 values take four times the room
+                expert.copy_(torch.randn(expert.shape, device=expert.device) * size)
 
 
 def _check_complete(layers: dict[str, Any], scheme: QuantScheme, experts: int, model: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, load_config
 
+DUMMY = "dummy"  # vLLM's load format that reads no checkpoint
 EXECUTORS = ("default", "expertplex", "asyncep")
 
 _GiB = 2**30
@@ -173,7 +174,7 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
     """Refuse what cannot work, by name, and return the configuration. An error ends the command."""
     if args.executor != "expertplex":
         error("the --expertplex-* options need --executor expertplex")
-    refuse(args, REFUSALS)
+    refuse(args, [_allowing_dummy_weights(refusal) for refusal in REFUSALS])
     try:
         if args.expertplex_plan is not None:
             _follow_plan(args)
@@ -182,6 +183,13 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
         )
     except ValueError as invalid:
         error(str(invalid))
+
+
+def _allowing_dummy_weights(refusal: Refusal) -> Refusal:
+    """For measuring without a checkpoint: every server draws its own random weights."""
+    if refusal.option != "--load-format":
+        return refusal
+    return refusal._replace(unsupported=_is_not("auto", "hf", "safetensors", DUMMY))
 
 
 def refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
@@ -250,7 +258,8 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
 
     settings = ServerSettings(config, ServerSettings.FRONT)
     args.distributed_executor_backend = EXECUTOR
-    args.load_format = LOAD_FORMAT
+    if args.load_format != DUMMY:
+        args.load_format = LOAD_FORMAT
     # The API server accounts for decode's KV transfers; its statistics need the configuration.
     args.kv_transfer_config = kv_transfer_config(settings, "decode")
     args.additional_config = {
