@@ -20,18 +20,23 @@ _FLOPS = Flops(load_model("qwen3-235b-a22b"))
 _WAIT = 0.1
 
 
-def _frontend(engines: int = 2, tokens: float = 1000) -> Frontend:
-    """T is what `tokens` unrelated tokens make."""
+def _frontend(engines: int = 2, tokens: float = 1000, step: float = 0) -> Frontend:
+    """T is what `tokens` unrelated tokens make, a step what `step` make."""
     index = PrefixIndex(range(engines), 16)
-    return Frontend(range(engines), _FLOPS, index, tokens * _FLOPS.per_token, _WAIT)
+    flops = [n * _FLOPS.per_token for n in (tokens, step)]
+    return Frontend(range(engines), _FLOPS, index, flops[0], _WAIT, flops[1])
 
 
 class Requests(RuleBasedStateMachine):
     """Submits, answers, aborts and losses in any order, against a plain account of them."""
 
-    @initialize(engines=st.integers(1, 3), tokens=st.sampled_from([0, 200, 1000]))
-    def start(self, engines: int, tokens: int) -> None:
-        self.frontend = _frontend(engines, tokens)
+    @initialize(
+        engines=st.integers(1, 3),
+        tokens=st.sampled_from([0, 200, 1000]),
+        step=st.sampled_from([0, 500, 2000]),
+    )
+    def start(self, engines: int, tokens: int, step: int) -> None:
+        self.frontend = _frontend(engines, tokens, step)
         self.now = 0.0
         self.count = 0
         self.held: set[str] = set()
@@ -47,7 +52,9 @@ class Requests(RuleBasedStateMachine):
                 self.held.remove(request_id)  # exactly once
                 self.sent[request_id] = batch.engine
             self.batches[batch.engine].append(set(batch.request_ids))
-            assert len(self._running(batch.engine)) <= 2
+            assert len(self._running(batch.engine)) <= 2 or not self.frontend.threshold
+        if not self.frontend.threshold:
+            assert self.frontend.held == 0
 
     def _running(self, engine: int) -> list[set[str]]:
         live = set(self.sent)
@@ -181,6 +188,33 @@ def test_a_batch_ends_where_t_is_reached() -> None:
     assert [batch.request_ids for batch in frontend.release(0.0)] == [["0", "1", "2"]]
     # One runs, one is ready behind it: no more is sent.
     assert frontend.release(0.0) == []
+
+
+def test_an_answer_takes_its_work_off_the_backlog() -> None:
+    frontend = _frontend(engines=1, tokens=100)
+    for name in ("a", "b"):
+        _submit(frontend, name, 60, 0.0)
+    (batch,) = frontend.release(0.0)
+    assert batch.request_ids == ["a", "b"]
+    before = frontend.backlog()[0]
+    frontend.answered("a")
+    assert frontend.backlog()[0] == pytest.approx(before / 2)
+
+
+def test_a_batch_takes_what_fits_the_step() -> None:
+    frontend = _frontend(engines=1, tokens=250, step=450)
+    _submit(frontend, "busy", 300, 0.0)
+    frontend.release(0.0)
+    for i in range(6):
+        _submit(frontend, str(i), 100, 0.0)
+    assert [batch.request_ids for batch in frontend.release(0.0)] == [["0", "1", "2", "3"]]
+
+
+def test_where_nothing_is_gathered_nothing_is_held_back() -> None:
+    frontend = _frontend(engines=1, tokens=0)
+    for i in range(9):
+        _submit(frontend, str(i), 100, 0.0)
+        assert [batch.request_ids for batch in frontend.release(0.0)] == [[str(i)]]
 
 
 def test_requests_follow_their_prefix() -> None:

@@ -42,6 +42,7 @@ class AsyncEPClient(EnginesClient):
             self.index,
             deployment.threshold.flops if config.frontend else 0.0,
             config.max_wait_ms / 1e3,
+            deployment.step_flops,
         )
         self._listeners = [
             KVEventListener(index, deployment.kv_events(server), self.index)

@@ -108,6 +108,11 @@ class AsyncEPDeployment:
             )
 
     @property
+    def step_flops(self) -> float:
+        """FLOPs per layer of the most unrelated tokens that an engine computes at once."""
+        return self.flops.per_token * self.configs[0].scheduler_config.max_num_batched_tokens
+
+    @property
     def block_size(self) -> int:
         """Tokens of a KV cache block, as engines use it."""
         return self.configs[0].cache_config.block_size

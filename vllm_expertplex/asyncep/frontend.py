@@ -5,8 +5,8 @@ Must not know: sockets, event loops, clocks; time is an argument, and methods re
 
 F1: a request goes to the engine that holds most of its prefix. F2: load is the FLOPs a request
 adds there. F3: requests are held back until together they reach T, the FLOPs per layer that take
-as long as gathering a layer's experts; then they go to the engine as one batch. What the paper
-leaves open:
+as long as gathering a layer's experts; then they go to the engine as one batch, with whatever else
+fits the same step. What the paper leaves open:
 - *low load*: a request is not held back when no more than T would come within `max_wait_s`, going
   by the last second's arrivals, and never longer than `max_wait_s` while its engine is idle;
 - *a busy engine* gets its next batch once that batch is full, so that it never runs dry, and
@@ -82,7 +82,8 @@ class Frontend:
     """Requests enter by `submit`, leave held-back state by `release`, and end by `answered` (the
     first output came) or `drop` (aborted).
 
-    `threshold` is T in FLOPs per layer; 0 holds nothing back.
+    `threshold` is T in FLOPs per layer; 0 holds nothing back. A batch of T or more takes what is
+    held back up to `step`, the FLOPs of the most tokens an engine computes at once.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class Frontend:
         index: PrefixIndex,
         threshold: float,
         max_wait_s: float,
+        step: float = 0.0,
     ) -> None:
         self.threshold = threshold
+        self._most = max(threshold, step)
         self.max_wait_s = max_wait_s
         self._flops = flops
         self._index = index
@@ -176,7 +179,9 @@ class Frontend:
         return due
 
     def _is_due(self, state: _Engine, now: float) -> bool:
-        if not state.held or len(state.batches) >= _BATCHES_AHEAD:
+        if not state.held or not self.threshold:
+            return bool(state.held)
+        if len(state.batches) >= _BATCHES_AHEAD:
             return False
         if state.held_flops >= self.threshold:
             return True
@@ -192,7 +197,7 @@ class Frontend:
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         ids: list[str] = []
         flops = 0.0
-        while state.held and (not ids or flops < self.threshold):
+        while state.held and self._fits(state.held[0], flops):
             for request in state.held.popleft():
                 ids.append(request.id)
                 flops += request.flops
@@ -201,6 +206,11 @@ class Frontend:
         state.sent_flops += flops
         state.batches[batch] = len(ids)
         return Batch(engine, ids)
+
+    def _fits(self, group: list[_Request], flops: float) -> bool:
+        """Whether a batch that has `flops` takes `group` too."""
+        whole = flops + sum(request.flops for request in group)
+        return not self.threshold or flops < self.threshold or whole <= self._most
 
     def wake_at(self, now: float) -> float | None:
         """When to call `release` again if nothing happens before; None if never."""
