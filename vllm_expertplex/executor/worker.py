@@ -76,8 +76,9 @@ def _check_no_experts(me: Server, model: torch.nn.Module) -> None:
     ]
     if held:
         raise RuntimeError(
-            f"{me.name} holds routed-expert weights ({', '.join(held[:3])}): this model does not "
-            "run its experts through vLLM's RoutedExperts layer and cannot be served by ExpertPlex"
+            f"{me.name} holds routed-expert weights ({', '.join(held[:3])}): "
+            f"{type(model).__name__} does not run its experts through vLLM's RoutedExperts layer, "
+            "so it is not supported; serve it without --executor expertplex"
         )
 
 
