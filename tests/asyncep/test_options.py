@@ -55,6 +55,12 @@ def test_options_reach_every_process(parse: Parse) -> None:
     assert args.block_size == 32
 
 
+def test_a_model_can_be_measured_without_its_checkpoint(parse: Parse) -> None:
+    args = parse("--load-format", "dummy")
+    options.set_up(args)
+    assert args.load_format == "dummy"
+
+
 def test_the_users_block_size_stays(parse: Parse) -> None:
     args = parse("--block-size", "64")
     options.set_up(args)

@@ -35,7 +35,7 @@ def _refusals() -> list[shared.Refusal]:
         instead = _OTHER.get(refusal.option, refusal.instead)
         if "--expertplex-layout" in instead:
             instead = _MORE_GPUS
-        found.append(refusal._replace(instead=instead))
+        found.append(shared.allowing_dummy_weights(refusal._replace(instead=instead)))
     return found
 
 
@@ -116,7 +116,8 @@ def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
         shared.error("--executor asyncep runs on vLLM's CPU platform only, so far")
     settings = AsyncEPSettings(config, AsyncEPSettings.FRONT)
     args.distributed_executor_backend = EXECUTOR
-    args.load_format = LOAD_FORMAT
+    if args.load_format != shared.DUMMY:
+        args.load_format = LOAD_FORMAT
     args.additional_config = {
         **(args.additional_config or {}),
         **settings.to_additional_config(),

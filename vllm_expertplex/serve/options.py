@@ -174,7 +174,7 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
     """Refuse what cannot work, by name, and return the configuration. An error ends the command."""
     if args.executor != "expertplex":
         error("the --expertplex-* options need --executor expertplex")
-    refuse(args, [_allowing_dummy_weights(refusal) for refusal in REFUSALS])
+    refuse(args, [allowing_dummy_weights(refusal) for refusal in REFUSALS])
     try:
         if args.expertplex_plan is not None:
             _follow_plan(args)
@@ -185,7 +185,7 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
         error(str(invalid))
 
 
-def _allowing_dummy_weights(refusal: Refusal) -> Refusal:
+def allowing_dummy_weights(refusal: Refusal) -> Refusal:
     """For measuring without a checkpoint: every server draws its own random weights."""
     if refusal.option != "--load-format":
         return refusal

@@ -1,5 +1,6 @@
 """Answers and logprobs are plain vLLM's, however many engines share the experts, and where from."""
 
+import json
 from typing import Any
 
 import pytest
@@ -83,3 +84,24 @@ def test_without_kv_one_token_is_answered_and_more_are_refused(start: Start, tmp
     assert refused["status"] == 400
     assert "KV-free mode" in str(refused["body"])
     assert all(engine["cached_tokens"] == 0 for engine in status["servers"])
+
+
+def test_scoring_and_classifying_pooling_models(start: Start, tmp_path: Any) -> None:
+    """A head of two token logits, as rerankers have."""
+    overrides = {"classifier_from_token": ["a", "b"], "method": "from_2_way_softmax"}
+    convert = ("--runner", "pooling", "--convert", "classify")
+    options = (*convert, "--hf-overrides", json.dumps(overrides))
+    asked = [
+        ("/classify", {"input": ["some text", "another text that is a little longer"]}),
+        ("/score", {"text_1": "a question", "text_2": ["one answer", "another answer"]}),
+    ]
+    model = checkpoint("qwen3-moe")
+    with serve(model, tmp_path / "plain.log", options=("--dtype", DTYPE, *options)) as server:
+        plain = [server.post(path, body).json() for path, body in asked]
+    with start(*options, gpus=2) as server:
+        ours = [server.post(path, body).json() for path, body in asked]
+    assert all(reply["data"] for reply in plain)
+    assert [compare(p, o, _TOLERANCE).differences for p, o in zip(plain, ours, strict=True)] == [
+        [],
+        [],
+    ]
