@@ -12,7 +12,14 @@ one step's tokens (MoE-Prefill paper, section 4: KV-cache-free mode).
 import copy
 from typing import Any
 
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheLayout,
+    KVCacheSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+    compute_layout_strides,
+)
 
 from vllm_expertplex.executor.patches import patch
 
@@ -22,20 +29,36 @@ def blocks_needed(step_tokens: int, sequences: int, block_size: int) -> int:
     return -(-step_tokens // block_size) + sequences + 1
 
 
-def one_layer(config: KVCacheConfig) -> KVCacheConfig:
+def one_layer(config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheConfig:
     """The same KV cache with all layers at the same addresses.
 
     Raises ValueError for models that keep state of another kind.
     """
     if config.has_mamba_layers:
         raise ValueError("kv_free: a model with recurrent layers keeps state between steps")
-    pages = [min(t.layer_stride, t.block_stride) for t in config.kv_cache_tensors]
+    layers = [layer for tensor in config.kv_cache_tensors for layer in tensor.layers]
+    strides = {
+        layer: compute_layout_strides(_spec_of(config, layer), config.num_blocks, 1, layout)
+        for layer in layers
+    }
+    # Whichever dimension the layout has outermost.
+    size = max(max(layer, block * config.num_blocks) for layer, block, *_ in strides.values())
     shared = copy.deepcopy(config)
-    for tensor, page in zip(shared.kv_cache_tensors, pages, strict=True):
-        tensor.layer_stride, tensor.offset = 0, 0
-        tensor.block_stride = page
-        tensor.size = max(pages) * config.num_blocks
+    shared.kv_cache_tensors = [
+        KVCacheTensor(
+            size=size,
+            layers=[layer],
+            layer_stride=strides[layer][0],
+            block_stride=strides[layer][1],
+        )
+        for layer in layers
+    ]
     return shared
+
+
+def _spec_of(config: KVCacheConfig, layer: str) -> KVCacheSpec:
+    (spec,) = (g.kv_cache_spec for g in config.kv_cache_groups if layer in g.layer_names)
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def refuse_generation() -> None:

@@ -55,7 +55,8 @@ class AsyncEPCPUWorker(CPUWorker):
         settings = AsyncEPSettings.from_additional_config(self.vllm_config.additional_config)
         assert settings is not None  # the executor checked
         if settings.config.kv_free:
-            kv_cache_config = one_layer(kv_cache_config)
+            layout = self.vllm_config.cache_config.get_resolved_kv_cache_layout()
+            kv_cache_config = one_layer(kv_cache_config, layout)
         super().initialize_from_config(kv_cache_config)
 
     def _other_parameters(self, layers: list[Any]) -> list[torch.nn.Parameter]:
