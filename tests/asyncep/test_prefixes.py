@@ -99,3 +99,16 @@ def test_a_block_after_an_unknown_one_is_not_taken_for_a_first_one() -> None:
     index = PrefixIndex([0], _SIZE)
     index.stored(0, ["b"], "never seen", [1, 2])
     assert index.cached(0, index.keys([1, 2])) == 0
+
+
+def test_the_last_words_of_a_lost_engine_do_no_harm() -> None:
+    index = PrefixIndex([0, 1], _SIZE)
+    keys = index.keys([1, 2])
+    index.promise(0, keys)
+    index.drop(0)
+    index.stored(0, ["a"], None, [1, 2])
+    index.removed(0, ["a"])
+    index.cleared(0)
+    index.settle(0, keys)
+    assert index.blocks(0) == 0
+    assert index.cached(1, keys) == 0

@@ -7,8 +7,8 @@ Must not know: how the frontend decides, or how engines compute.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_expertplex.asyncep import tags
 from vllm_expertplex.asyncep.deployment import AsyncEPDeployment
-from vllm_expertplex.asyncep.frontend import Batch, Frontend, NoEngineLeft
+from vllm_expertplex.asyncep.frontend import Frontend, NoEngineLeft
 from vllm_expertplex.asyncep.kv_events import KVEventListener, root_of
 from vllm_expertplex.asyncep.prefixes import Key, PrefixIndex
 from vllm_expertplex.client.engines import EnginesClient
@@ -26,12 +26,18 @@ from vllm_expertplex.client.failures import Failures
 logger = init_logger(__name__)
 
 
+class _Message(NamedTuple):
+    """To an engine: requests to add, or ids to abort."""
+
+    engine: int
+    content: list[Any]
+
+
 class AsyncEPClient(EnginesClient):
     """Engine i is `deployment.engines[i]`."""
 
     def __init__(self, deployment: AsyncEPDeployment) -> None:
         super().__init__(deployment.engines)
-        self.failures = Failures()
         self.deployment = deployment
         engines = range(len(deployment.engines))
         config = deployment.config
@@ -51,7 +57,7 @@ class AsyncEPClient(EnginesClient):
         ]
         self._held: dict[str, EngineCoreRequest] = {}  # requests that no engine has been sent
         self._where: dict[str, int] = {}  # request -> the engine that was sent it
-        self._sending = asyncio.Lock()  # messages of a batch are not mixed with others
+        self._outbox: asyncio.Queue[_Message] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._lost: str | None = None
         self.failures = Failures()
@@ -71,7 +77,7 @@ class AsyncEPClient(EnginesClient):
             time.monotonic(),
             tags.group_of(request),
         )
-        await self._release()
+        self._release()
 
     def _keys(self, request: EngineCoreRequest) -> list[Key]:
         params = request.sampling_params or request.pooling_params
@@ -88,44 +94,50 @@ class AsyncEPClient(EnginesClient):
             engine = self._where.pop(request_id, None)
             if engine is not None:
                 sent.setdefault(engine, []).append(request_id)
-        async with self._sending:
-            for engine, ids in sent.items():
-                if engine in self.engines:
-                    await self.engines[engine].abort_requests_async(ids)
-        await self._release()
+        for engine, ids in sent.items():
+            self._outbox.put_nowait(_Message(engine, ids))
+        self._release()
 
-    async def _release(self) -> None:
-        """Send what is due."""
-        await self._send(self.frontend.release(time.monotonic()))
+    def _release(self) -> None:
+        """Hand what is due to the task that sends."""
+        for batch in self.frontend.release(time.monotonic()):
+            self.batches += 1
+            requests = [self._held.pop(request_id) for request_id in batch.request_ids]
+            for request in requests:
+                self._where[request.request_id] = batch.engine
+                if len(requests) > 1:
+                    tags.set_batch(request, self.batches, len(requests))
+            self._outbox.put_nowait(_Message(batch.engine, requests))
         self._changed.set()
 
-    async def _send(self, batches: Iterable[Batch]) -> None:
-        for batch in batches:
-            requests = [self._held.pop(request_id) for request_id in batch.request_ids]
-            self._where.update(dict.fromkeys(batch.request_ids, batch.engine))
-            self.batches += 1
-            number = self.batches
-            async with self._sending:
-                # An abort may have come while others were being sent.
-                wanted = [r for r in requests if r.request_id in self._where]
-                for request in wanted:
-                    if len(wanted) > 1:
-                        tags.set_batch(request, number, len(wanted))
-                    # A dead engine's pump reports the loss, which ends the requests sent to it.
-                    with contextlib.suppress(EngineDeadError, KeyError):
-                        await self.engines[batch.engine].add_request_async(request)
+    async def _deliver(self) -> None:
+        """Send messages in order. One task does: a caller that is cancelled while it sends would
+        leave half a batch behind.
+        """
+        while True:
+            engine, content = await self._outbox.get()
+            client = self.engines.get(engine)
+            # What was for an engine that is gone was ended with its loss.
+            with contextlib.suppress(EngineDeadError):
+                if client is None:
+                    continue
+                if isinstance(content[0], str):
+                    await client.abort_requests_async(content)
+                    continue
+                for request in content:
+                    await client.add_request_async(request)
 
     async def _release_in_time(self) -> None:
-        """Send what falls due while nothing else happens."""
+        """Release what falls due while nothing else happens."""
         while True:
             self._changed.clear()
             now = time.monotonic()
             wake = self.frontend.wake_at(now)
-            with contextlib.suppress(TimeoutError):
-                timeout = None if wake is None else max(0.0, wake - now)
+            timeout = None if wake is None else max(0.0, wake - now)
+            try:
                 await asyncio.wait_for(self._changed.wait(), timeout)
-                continue
-            await self._send(self.frontend.release(time.monotonic()))
+            except TimeoutError:
+                self._release()
 
     # -- outputs -------------------------------------------------------------------------------
 
@@ -140,7 +152,7 @@ class AsyncEPClient(EnginesClient):
             outputs.engine_index = index
             for output in outputs.outputs:
                 self._account(index, output)
-        await self._release()
+        self._release()
         return outputs
 
     def _account(self, index: int, output: EngineCoreOutput) -> None:
@@ -188,6 +200,7 @@ class AsyncEPClient(EnginesClient):
         return self._lost
 
     def on_start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.spawn(self._deliver())
         self.spawn(self._release_in_time())
         for listener in self._listeners:
             self.spawn(listener.run())

@@ -68,7 +68,9 @@ class PrefixIndex:
         root: Hashable = None,
     ) -> None:
         """An engine reports blocks, named by its own hashes, that follow the block `parent`."""
-        held = self._held[engine]
+        held = self._held.get(engine)
+        if held is None:
+            return  # a last word from an engine that is gone
         if parent is None:
             start = hash(root)
         elif parent in held:
@@ -86,14 +88,17 @@ class PrefixIndex:
 
     def removed(self, engine: int, hashes: Sequence[Hashable]) -> None:
         """An engine reports that blocks are gone."""
-        held = self._held[engine]
+        held = self._held.get(engine)
+        if held is None:
+            return
         keys = [held.pop(name) for name in hashes if name in held]
         _subtract(self._keys[engine], keys)
 
     def cleared(self, engine: int) -> None:
         """An engine reports that its cache is empty."""
-        self._held[engine].clear()
-        self._keys[engine].clear()
+        if engine in self._held:
+            self._held[engine].clear()
+            self._keys[engine].clear()
 
     def drop(self, engine: int) -> None:
         """The engine is gone."""
