@@ -1,0 +1,163 @@
+"""P90 goodput of ExpertPlex and of vLLM's own ways to serve, on the same GPUs, model and requests.
+
+    python benchmarks/goodput.py MODEL --workload 1024/128 --ttft 1 --tpot 0.05 [--out DIR]
+    python benchmarks/goodput.py MODEL --workload trace.csv --systems expertplex,chunked
+
+Goodput is the highest Poisson rate at which at least 90 % of all requests, failures included, meet
+both targets; found by bisection with vLLM's benchmark client. For every system it prints and saves
+the KV budget, and the attainment of TTFT, TPOT and both at every rate that was tried. Without GPUs
+it runs on CPU, which serves tiny models only. Options after `--` go to every `vllm serve`. vLLM's
+client needs `pip install vllm[bench]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from _report import Row, write
+from rich.console import Console
+from rich.table import Table
+from slo import client, search, systems, workload
+from transformers import AutoTokenizer
+
+from vllm_expertplex.planner.workload import Targets
+
+console = Console()
+
+
+class Measured(NamedTuple):
+    goodput: float
+    kv_tokens: int
+    start_s: float
+    probes: list[search.Probe]
+
+
+def measure(
+    name: str, setup: systems.Setup, data: Path, count: int, targets: Targets, start: float
+) -> Measured:
+    with systems.SYSTEMS[name](setup) as running:
+        console.print(f"{name}: started in {running.start_s:.0f} s, KV {running.kv_tokens} tokens")
+        log = setup.logs / f"{name}-client.log"
+
+        def probe(rate: float, requests: int = count) -> search.Attainment:
+            result = setup.logs / f"{name}-{rate:g}.json"
+            given = (running.base_url, systems.MODEL_NAME, setup.model, data, rate, requests)
+            met = search.attainment(client.run(log, *given, result), targets)
+            console.print(
+                f"{name} at {rate:.3g}/s: TTFT {met.ttft:.0%}, TPOT {met.tpot:.0%}, "
+                f"both {met.both:.0%}"
+            )
+            return met
+
+        probe(start, min(count, 16))  # first use compiles kernels
+        best, probes = search.goodput(probe, start)
+    return Measured(best, running.kv_tokens, running.start_s, probes)
+
+
+def show(found: dict[str, Measured]) -> None:
+    table = Table(title="P90 goodput")
+    for column in ("system", "goodput, req/s", "KV tokens", "start, s", "rates tried (both met)"):
+        table.add_column(column)
+    for name, m in found.items():
+        tried = ", ".join(f"{p.rate:.3g} ({p.attainment.both:.0%})" for p in m.probes)
+        table.add_row(name, f"{m.goodput:.3g}", str(m.kv_tokens), f"{m.start_s:.0f}", tried)
+    console.print(table)
+
+
+def plot(found: dict[str, Measured], path: Path) -> None:
+    """Attainment of TTFT, TPOT and both over the rate: the paper's Fig. 7 to 10."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.5), sharey=True)
+    for axis, field in zip(axes, search.Attainment._fields, strict=True):
+        for name, m in found.items():
+            rates = [p.rate for p in m.probes]
+            axis.plot(rates, [getattr(p.attainment, field) for p in m.probes], "o-", label=name)
+        axis.axhline(0.9, color="grey", linewidth=0.5)
+        axis.set(title=field, xlabel="requests per second", xscale="log", ylim=(0, 1.05))
+    axes[0].set_ylabel("share of all requests")
+    axes[-1].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def rows(found: dict[str, Measured]) -> list[Row]:
+    """Ours beside each other system; ratios are those of goodput."""
+    ours = found.get("expertplex")
+    table = []
+    for name, m in found.items():
+        if ours and name != "expertplex":
+            label = "goodput"
+            table.append(Row(label, "req/s", ours.goodput, m.goodput, name, None))
+        table.append(Row(f"{name} KV", "tokens", m.kv_tokens, None, "", None))
+        for p in m.probes:
+            for field in search.Attainment._fields:
+                label = f"{name} {field} at {p.rate:.4g}/s"
+                table.append(Row(label, "share", getattr(p.attainment, field), None, "", None))
+    return table
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="folder of the checkpoint")
+    parser.add_argument(
+        "--workload", default="1024/128", help="IN/OUT tokens, a trace file, or a planner workload"
+    )
+    parser.add_argument("--ttft", type=float, required=True, help="target, seconds")
+    parser.add_argument("--tpot", type=float, required=True, help="target, seconds")
+    parser.add_argument("--systems", default=",".join(systems.SYSTEMS))
+    parser.add_argument("--layout", default="1P1D1E", help="of ExpertPlex")
+    parser.add_argument("--colocated", choices=("tp", "dp"), default="tp", help="of vLLM's modes")
+    parser.add_argument("--requests", type=int, default=200, help="per rate")
+    parser.add_argument("--start", type=float, default=1.0, help="first rate to try")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for logs, vLLM's results and the plot")
+    parser.add_argument("--json", type=str, help="write the rows to this file")
+    options = parser.parse_args(argv[:cut])
+    options.systems = options.systems.split(",")
+    if unknown := set(options.systems) - set(systems.SYSTEMS):
+        parser.error(f"--systems: {unknown} unknown; choose from {', '.join(systems.SYSTEMS)}")
+    return options, argv[cut + 1 :]
+
+
+def main() -> None:
+    options, serve_options = parse(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as scratch:
+        out = options.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        data = out / "requests.jsonl"
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        workload.write_requests(
+            *(data, tokenizer, options.workload, options.requests),
+            *(options.max_model_len, options.seed, console.print),
+        )
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        setup = systems.Setup(
+            *(options.model.resolve(), out, gpus, options.layout, options.colocated),
+            options.max_model_len,
+            ("--max-model-len", str(options.max_model_len), *serve_options),
+        )
+        targets, found = Targets(options.ttft, options.tpot), {}
+        for name in options.systems:
+            begun = datetime.datetime.now()
+            given = (setup, data, options.requests, targets, options.start)
+            found[name] = measure(name, *given)
+            console.print(f"{name}: {(datetime.datetime.now() - begun).seconds} s")
+        show(found)
+        if options.out:
+            plot(found, out / "attainment.png")
+        write("goodput", rows(found), options.json)
+
+
+if __name__ == "__main__":
+    main()
