@@ -4,7 +4,7 @@
     python benchmarks/simulator_validation.py MODEL --url http://127.0.0.1:8000 --layout 1P1D1E
 
 1. Calibration, closed loop, on an idle server: lone prompts of several lengths, several decode
-   batches, and prompts beside a running decode. Iteration times are fitted to these runs.
+   batches, prompts beside a running decode, and handoffs. Times are fitted to these runs.
 2. Simulation: arrivals and lengths are drawn, and simulated on those times.
 3. Judgement: the same arrivals and lengths are sent, open loop. No constant is taken from here.
 
@@ -96,7 +96,7 @@ class Calibration(NamedTuple):
 async def calibrate(client: Client, longest: int, batches: list[int], bar: Progress) -> Calibration:
     """Measure lone prefills, decode batches, and both together; fit iteration times."""
     lengths = [n for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n <= longest]
-    task = bar.add_task("calibrating", total=3 * len(lengths) + len(batches) * 2 + 2)
+    task = bar.add_task("calibrating", total=3 * len(lengths) + len(batches) * 2 + 3)
     await client.complete(min(64, longest), 8)  # warm up
     prefill = []
     for length in lengths:
@@ -118,6 +118,15 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
         beside.append((await client.complete(longest // 2, 1)).first)
     bar.advance(task)
     slowed = float(np.mean([g for t in running for g in t.result().gaps[20:-5]]))
+    joining = [await client.complete(longest // 2, 12) for _ in range(8)]
+    lone = [r.gaps[0] - float(np.mean(r.gaps[1:])) for r in joining]
+    other = asyncio.create_task(client.complete(longest // 2, 400))
+    joining = []
+    while not other.done():
+        joining.append(await client.complete(longest // 2, 12))
+    # On average it meets an iteration half done, which is no part of the handoff.
+    busy = [r.gaps[0] - 1.5 * float(np.mean(r.gaps[1:])) for r in joining[:-1]]
+    bar.advance(task)
     fit_p = fit(prefill, ("1", "x", "x s"))
     fit_d = fit(decode, ("1", "x", "x s"), hold_out=5)
     plain = MeasuredSteps(fit_p, fit_d)
@@ -125,12 +134,21 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
     alone_d = plain.decode(2, 2, longest // 2 + 200, 1.0).total
     slow_d, slow_p = max(1.0, slowed / alone_d), max(1.0, float(np.mean(beside)) / alone_p)
     return Calibration(
-        MeasuredSteps(fit_p, fit_d, beside_prefill=slow_d, beside_decode=slow_p),
+        MeasuredSteps(
+            fit_p,
+            fit_d,
+            beside_prefill=slow_d,
+            beside_decode=slow_p,
+            handoff_idle=max(0.0, float(np.median(lone))),
+            handoff_busy=max(0.0, float(np.median(busy))),
+        ),
         [
             ("prefill fit, held-out mean error", fit_p.held_out_mean_error),
             ("decode fit, held-out mean error", fit_d.held_out_mean_error),
             ("decode slower beside prefill, times", slow_d),
             ("prefill slower beside decode, times", slow_p),
+            ("handoff to an idle decode server, s", float(np.median(lone))),
+            ("handoff to a busy one, s", float(np.median(busy))),
         ],
     )
 

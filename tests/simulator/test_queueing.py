@@ -13,14 +13,17 @@ from vllm_expertplex.simulator.systems.expertplex import ExpertPlex
 class Constant:
     """Every prefill and decode iteration takes the same time."""
 
-    def __init__(self, prefill: float, decode: float) -> None:
-        self.prefill_time, self.decode_time = prefill, decode
+    def __init__(self, prefill: float, decode: float, handoff: float = 0.0) -> None:
+        self.prefill_time, self.decode_time, self.handoff_time = prefill, decode, handoff
 
     def prefill(self, work, tokens, sms):
         return Timing(self.prefill_time, 0.0)
 
     def decode(self, each, batch, length, sms):
         return Timing(self.decode_time, 0.0)
+
+    def handoff(self, busy):
+        return 0.0 if busy else self.handoff_time
 
 
 def system(m2, requests, steps) -> ExpertPlex:
@@ -42,11 +45,12 @@ def test_prefill_waits_like_an_m_d_1_queue(m2, load: float) -> None:
     assert wait == pytest.approx(load * service / (2 * (1 - load)), rel=0.08)
 
 
-def test_a_lone_request_takes_the_sum_of_its_iterations(m2) -> None:
+@pytest.mark.parametrize("handoff", [0.0, 0.1])
+def test_a_lone_request_takes_the_sum_of_its_iterations(m2, handoff: float) -> None:
     requests = Requests(np.array([5.0]), np.array([100]), np.array([11]))
-    built = system(m2, requests, Constant(0.25, 0.02))
+    built = system(m2, requests, Constant(0.25, 0.02, handoff))
     built.run(100.0)
-    moved = float(built.latency.network.kv_transfer(100))
+    moved = float(built.latency.network.kv_transfer(100)) + handoff
     assert requests.ttft[0] == pytest.approx(0.25)
     assert requests.finish[0] == pytest.approx(5.25 + moved + 10 * 0.02)
     assert requests.tpot[0] == pytest.approx((moved + 10 * 0.02) / 10)

@@ -53,6 +53,9 @@ class Steps(Protocol):
     def decode(self, each: float, batch: float, length: float, sms: float) -> Timing:
         """`each` queries at context `length` on the fullest server, `batch` over all."""
 
+    def handoff(self, busy: bool) -> float:
+        """Seconds from prefill to decode beyond the KV's time on the link; `busy`: decode runs."""
+
 
 class ModelSteps:
     """`Steps` for `servers` MoE servers, attention on `tp` GPUs each, from the latency model.
@@ -95,6 +98,9 @@ class ModelSteps:
                 "decode", key[1], key[2], np.array([key[3]]), max(key[4], 0.02)
             )
         return self._known[key]
+
+    def handoff(self, busy: bool) -> float:
+        return 0.0
 
     def _fastest(
         self, phase: str, each: float, length: float, total: np.ndarray, sms: float

@@ -135,7 +135,8 @@ class ExpertPlex(System):
             self.decode.reserve(request, rank)
             size = float(self.latency.network.kv_transfer(self.requests.inputs[request]))
             server.link_free = max(server.link_free, self.clock.now) + size
-            self.clock.at(server.link_free, partial(self._kv_moved, request, server, rank))
+            there = server.link_free + self.decode_steps.handoff(self.stepping)
+            self.clock.at(there, partial(self._kv_moved, request, server, rank))
 
     def _kv_moved(self, request: int, server: _PrefillServer, rank: int) -> None:
         server.held -= self.requests.inputs[request]
