@@ -15,7 +15,7 @@ from tests.e2e.failure.conftest import Deployment
 from tests.e2e.failure.traffic import Request, Traffic
 from vllm_expertplex.checkpoints.tokenizer import VOCAB_SIZE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 LAYOUT = "2P2D1E"
 LEASE_S = 6
