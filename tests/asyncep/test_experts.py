@@ -87,3 +87,11 @@ def test_tensors_hidden_beside_the_parameters_are_refused_by_name() -> None:
     layer.quant_method.moe_quant_config = SimpleNamespace(_w1=kept, _w2=None)
     with pytest.raises(ValueError, match=r"_w1\.scale per expert outside the layer's parameters"):
         describe(layer, 3)
+
+
+def test_kernels_are_shown_the_parameters_that_will_change() -> None:
+    layer = _Layer(torch.zeros(3, 4, 2), torch.zeros(3, 2, 2))
+    description = SimpleNamespace(scale=layer.w2_weight.data)
+    layer.quant_method.moe_quant_config = SimpleNamespace(_w1=None, _w2=description)
+    describe(layer, 3)
+    assert description.scale is layer.w2_weight

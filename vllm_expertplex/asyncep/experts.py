@@ -111,25 +111,25 @@ def describe(layer: Any, local: int) -> Layer:
             )
         dtype = str(parameter.dtype).removeprefix("torch.")
         found.append(Parameter(name, dtype, tuple(parameter.shape[1:])))
-    _refuse_hidden_tensors(layer, local)
+    _refer_to_parameters(layer, local)
     return Layer(layer.layer_name, tuple(found))
 
 
-def _refuse_hidden_tensors(layer: Any, local: int) -> None:
-    """Tensors per expert that kernels keep beside the parameters would not be gathered."""
-    if local == layer.global_num_experts:
-        return
-    known = {p.data_ptr() for p in layer.parameters(recurse=False)}
+def _refer_to_parameters(layer: Any, local: int) -> None:
+    """Kernels know scales through a description beside the parameters. Make it hold the parameters
+    themselves, which will change; a tensor per expert of its own would not be gathered.
+    """
+    parameters = {p.data_ptr(): p for p in layer.parameters(recurse=False)}
     config = layer.quant_method.moe_quant_config
     for part in ("_a1", "_a2", "_w1", "_w2"):
         description = getattr(config, part, None)
-        for field, value in () if description is None else vars(description).items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.dim() > 0
-                and value.shape[0] == local
-                and value.data_ptr() not in known
-            ):
+        for field, value in ({} if description is None else dict(vars(description))).items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != local:
+                continue
+            parameter = parameters.get(value.data_ptr())
+            if parameter is not None and parameter.shape == value.shape:
+                setattr(description, field, parameter)
+            elif local != layer.global_num_experts:
                 raise ValueError(
                     f"{layer.layer_name}: {type(layer.quant_method).__name__} keeps {part}.{field} "
                     "per expert outside the layer's parameters; this quantisation cannot be served "
