@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 
 from vllm_expertplex.asyncep.board import Board, Counters
 from vllm_expertplex.asyncep.config import AsyncEPConfig
@@ -29,8 +28,6 @@ from vllm_expertplex.asyncep.shards import (
     await_file,
 )
 from vllm_expertplex.layout import ExpertMap, Server
-
-logger = init_logger(__name__)
 
 
 class ExpertWeights:

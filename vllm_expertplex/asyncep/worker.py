@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_expertplex.asyncep import loader  # noqa: F401  registers the load format
@@ -21,8 +20,6 @@ from vllm_expertplex.config import run_dir
 from vllm_expertplex.executor.seam import replaced_routed_experts
 from vllm_expertplex.layout import ExpertMap
 from vllm_expertplex.serve.records import ServerRecord, write_record
-
-logger = init_logger(__name__)
 
 
 class AsyncEPCPUWorker(CPUWorker):

@@ -11,14 +11,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from vllm.config.kv_events import KVEventsConfig
-from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_expertplex.client.liveness import silence
-
-logger = init_logger(__name__)
 
 # Calls that go to every live engine; the answers of those that return bool are and-ed.
 _EVERYWHERE = (
