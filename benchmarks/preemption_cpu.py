@@ -54,8 +54,7 @@ def operation(tokens: int, phase: int, source: int) -> Operation:
         0,
         torch.randn(tokens, HIDDEN).bfloat16(),
         torch.rand(tokens, EXPERTS).argsort(-1)[:, :TOPK].int().contiguous(),
-        torch.rand(tokens, TOPK),
-        torch.empty(tokens, HIDDEN),
+        torch.empty(tokens, TOPK, HIDDEN),
         lambda: None,
     )
 

@@ -1,6 +1,6 @@
 // The attention side of the data path: dispatch (push), wait for done, combine (pull).
 //
-// Owns: which token rows go to which MoE server, and the fp32 sum of what comes back.
+// Owns: which token rows go to which MoE server, and the weighted sum of what comes back.
 // Must not know: what the MoE servers compute or when.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/region.h"
+#include "comm/weighted_sum.h"
 
 namespace expertplex {
 
@@ -38,13 +39,16 @@ class AttentionEndpoint {
     for (size_t i = 0; i < slot_paths.size(); ++i) {
       peers_.emplace_back(slot_paths[i], board_paths[i], shape);
     }
+    rows_.resize(size_t{shape.max_tokens} * shape.topk);
+    weights_.resize(rows_.size());
   }
 
   AttentionEndpoint(const AttentionEndpoint&) = delete;
   AttentionEndpoint& operator=(const AttentionEndpoint&) = delete;
 
-  // Pushes `tokens` rows of `x` ([tokens, hidden], contiguous) with their routing to every MoE
-  // server that holds one of their experts, then signals. `ids` and `weights` are [tokens, topk].
+  // Pushes `tokens` rows of `x` ([tokens, hidden], contiguous) with their experts to every MoE
+  // server that holds one of them, then signals. `ids` and `weights` are [tokens, topk]; the
+  // weights stay here, for the sum.
   // A MoE server that gets no row is not woken and not waited for.
   void dispatch(const char* x, const int32_t* ids, const float* weights, uint32_t tokens,
                 uint32_t layer, uint32_t phase) {
@@ -61,6 +65,8 @@ class AttentionEndpoint {
     const int64_t start = monotonic_ns();
     const size_t row = size_t{shape_.hidden} * shape_.item;
     const uint32_t topk = shape_.topk;
+    std::copy_n(weights, size_t{tokens} * topk, weights_.begin());
+    std::fill_n(rows_.begin(), size_t{tokens} * topk, nullptr);
     for (uint32_t t = 0; t < tokens; ++t) {
       for (uint32_t k = 0; k < topk; ++k) {
         const int32_t expert = ids[t * topk + k];
@@ -72,24 +78,23 @@ class AttentionEndpoint {
                                   std::to_string(placement_.server.size()));
         }
         Peer& peer = peers_[placement_.server[expert]];
-        if (peer.rows.empty() || peer.rows.back() != t) {
-          const size_t r = peer.rows.size();
-          std::memcpy(peer.slot.x() + r * row, x + t * row, row);
-          std::fill_n(peer.slot.ids() + r * topk, topk, -1);
-          std::fill_n(peer.slot.weights() + r * topk, topk, 0.0f);
-          peer.rows.push_back(t);
+        if (peer.tokens == 0 || peer.newest != t) {
+          std::memcpy(peer.slot.x() + peer.tokens * row, x + t * row, row);
+          std::fill_n(peer.slot.ids() + size_t{peer.tokens} * topk, topk, -1);
+          peer.newest = t;
+          ++peer.tokens;
         }
-        const size_t at = (peer.rows.size() - 1) * topk + k;
+        const size_t at = size_t{peer.tokens - 1} * topk + k;
         peer.slot.ids()[at] = placement_.slot[expert];
-        peer.slot.weights()[at] = weights[t * topk + k];
+        rows_[size_t{t} * topk + k] = peer.slot.out() + at * shape_.hidden;
       }
     }
     for (Peer& peer : peers_) {
-      if (peer.rows.empty()) continue;
+      if (peer.tokens == 0) continue;
       SlotHeader& header = peer.slot.header();
       header.layer = layer;
       header.phase = phase;
-      header.tokens = static_cast<uint32_t>(peer.rows.size());
+      header.tokens = peer.tokens;
       header.tokens_sent.fetch_add(header.tokens, std::memory_order_relaxed);
       publish(header.ready, ++peer.sequence);
       ring(peer.board.board().bell);
@@ -99,10 +104,10 @@ class AttentionEndpoint {
     dispatch_ns_ = monotonic_ns() - start;
   }
 
-  // Waits for every MoE server of the operation and sums their partial sums into `out`
-  // ([tokens, hidden] fp32). Returns -1, or the rank of the server that did not answer in time or
-  // is marked failed. After that nothing more can be dispatched: a MoE server that is only late
-  // would read and write the buffers of the next operation.
+  // Waits for every MoE server of the operation and writes the weighted sums of their rows to
+  // `out` ([tokens, hidden] fp32). Returns -1, or the rank of the server that did not answer in
+  // time or is marked failed. After that nothing more can be dispatched: a MoE server that is only
+  // late would read and write the buffers of the next operation.
   int combine(float* out, int64_t timeout_ns) {
     if (!in_flight_) throw std::logic_error("combine without dispatch");
     const int64_t start = monotonic_ns();
@@ -110,7 +115,7 @@ class AttentionEndpoint {
     int missing = -1;
     for (size_t s = 0; s < peers_.size() && missing < 0; ++s) {
       Peer& peer = peers_[s];
-      if (peer.rows.empty()) continue;
+      if (peer.tokens == 0) continue;
       SlotHeader& header = peer.slot.header();
       const uint32_t expected = peer.sequence;
       const auto over = [&](uint32_t word) {
@@ -135,36 +140,20 @@ class AttentionEndpoint {
     Peer(const std::string& slot_path, const std::string& board_path, const Shape& shape)
         : slot(slot_path, shape, false),
           board(board_path, false),
-          sequence(read(slot.header().ready)) {
-      rows.reserve(shape.max_tokens);
-    }
+          sequence(read(slot.header().ready)) {}
     Slot slot;
     BoardMapping board;
     uint32_t sequence;
-    std::vector<uint32_t> rows;  // row r of the slot is this token of the step
+    uint32_t tokens = 0;  // of the operation in flight that were sent there ...
+    uint32_t newest = 0;  // ... and the last of them, its index in the step
   };
 
-  void sum(float* out) {
+  void sum(float* out) const {
     const size_t hidden = shape_.hidden;
-    // Every token goes to the server of its first expert first; where all rows of all tokens went
-    // to one server, its partial sums are the result.
-    bool first = true;
-    for (Peer& peer : peers_) {
-      if (peer.rows.empty()) continue;
-      const bool whole = first && peer.rows.size() == tokens_;
-      if (first && !whole) std::memset(out, 0, tokens_ * hidden * sizeof(float));
-      if (whole) {
-        std::memcpy(out, peer.slot.out(), tokens_ * hidden * sizeof(float));
-      } else {
-        for (size_t r = 0; r < peer.rows.size(); ++r) {
-          float* to = out + peer.rows[r] * hidden;
-          const float* from = peer.slot.out() + r * hidden;
-          for (size_t h = 0; h < hidden; ++h) to[h] += from[h];
-        }
-      }
-      first = false;
+    for (size_t t = 0; t < tokens_; ++t) {
+      const size_t at = t * shape_.topk;
+      weighted_sum(out + t * hidden, &rows_[at], &weights_[at], shape_.topk, hidden);
     }
-    if (first) std::memset(out, 0, tokens_ * hidden * sizeof(float));
   }
 
   void account(int64_t wait_ns, int64_t combine_ns) {
@@ -177,7 +166,7 @@ class AttentionEndpoint {
   }
 
   void drop() {
-    for (Peer& peer : peers_) peer.rows.clear();
+    for (Peer& peer : peers_) peer.tokens = 0;
     in_flight_ = false;
   }
 
@@ -185,6 +174,9 @@ class AttentionEndpoint {
   Placement placement_;
   int64_t spin_ns_;
   std::vector<Peer> peers_;
+  // Of the operation in flight, [tokens, topk]: where each row will be, in a slot, and its weight.
+  std::vector<const float*> rows_;
+  std::vector<float> weights_;
   uint32_t tokens_ = 0;
   bool in_flight_ = false;
   int lost_ = -1;  // the MoE server that did not finish an operation

@@ -152,8 +152,7 @@ NB_MODULE(_comm, m) {
             const Slot& slot = self.slot(source);
             return nb::make_tuple(reinterpret_cast<uintptr_t>(slot.x()),
                                   reinterpret_cast<uintptr_t>(slot.ids()),
-                                  reinterpret_cast<uintptr_t>(slot.weights()),
                                   reinterpret_cast<uintptr_t>(slot.out()));
           },
-          nb::arg("source"), "Addresses of x, ids, weights and out of a slot.");
+          nb::arg("source"), "Addresses of x, ids and out of a slot.");
 }

@@ -50,7 +50,7 @@ class MoeEndpoint {
     }
   }
 
-  // Publishes the done word of `op`; its partial sums must be in the slot's `out` buffer.
+  // Publishes the done word of `op`; its rows must be in the slot's `out` buffer.
   void complete(const Operation& op, uint64_t busy_ns) {
     Board& board = board_.board();
     const uint32_t phase = op.phase != 0;

@@ -25,7 +25,7 @@
 namespace expertplex {
 
 constexpr uint32_t kMagic = 0x58504C58;  // "XLPX"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 constexpr size_t kPage = 4096;
 constexpr size_t kBackendCounters = 32;
 
@@ -70,7 +70,7 @@ static_assert(sizeof(Board) <= kPage);
 
 // Byte offsets of a slot's buffers, each on its own page.
 struct Offsets {
-  size_t x, ids, weights, out, size;
+  size_t x, ids, out, size;
 
   explicit Offsets(const Shape& s) {
     size_t at = kPage;
@@ -80,10 +80,11 @@ struct Offsets {
       return start;
     };
     const size_t tokens = s.max_tokens;
-    x = take(tokens * s.hidden * s.item);             // [max_tokens, hidden] activations
-    ids = take(tokens * s.topk * sizeof(int32_t));    // [max_tokens, topk] local slot or -1
-    weights = take(tokens * s.topk * sizeof(float));  // [max_tokens, topk] fp32
-    out = take(tokens * s.hidden * sizeof(float));    // [max_tokens, hidden] fp32 partial sums
+    x = take(tokens * s.hidden * s.item);           // [max_tokens, hidden] activations
+    ids = take(tokens * s.topk * sizeof(int32_t));  // [max_tokens, topk] local slot or -1
+    // [max_tokens, topk, hidden] fp32: what each expert made of each token, not weighted. Sums of
+    // them would be smaller, but the answers would depend on which experts share a server.
+    out = take(tokens * s.topk * s.hidden * sizeof(float));
     size = at;
   }
 };
@@ -162,7 +163,6 @@ class Slot {
   const Shape& shape() const { return shape_; }
   char* x() const { return mapping_.data() + offsets_.x; }
   int32_t* ids() const { return reinterpret_cast<int32_t*>(mapping_.data() + offsets_.ids); }
-  float* weights() const { return reinterpret_cast<float*>(mapping_.data() + offsets_.weights); }
   float* out() const { return reinterpret_cast<float*>(mapping_.data() + offsets_.out); }
 
  private:

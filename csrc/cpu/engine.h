@@ -190,12 +190,11 @@ class Engine {
   void prepare_products(Scratch& scratch) {
     const std::vector<char> zeros(
         static_cast<size_t>(kRows * std::max(model_.hidden, model_.intermediate) * 4));
-    std::vector<float> c(static_cast<size_t>(kRows * model_.hidden));
     for (int64_t rows = 1; rows <= kRows; rows *= 2) {
       products_(model_.compute, rows, model_.hidden, zeros.data(), scratch.panel[0].data(),
-                c.data(), 2 * kPanel);
+                scratch.products.data(), 2 * kPanel);
       products_(model_.compute, rows, model_.intermediate, zeros.data(), scratch.panel[0].data(),
-                c.data(), model_.hidden);
+                scratch.products.data(), kPanel);
     }
   }
 

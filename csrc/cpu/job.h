@@ -29,7 +29,6 @@ struct Model {
 struct Member {
   const char* x;
   const int32_t* topk_ids;
-  const float* topk_weights;
   float* out;
   uint32_t tokens, topk;
   void* handle;  // the caller's, for completing it
@@ -37,24 +36,15 @@ struct Member {
 
 // The stages of both templates. The count and plan stages are for operations of many tokens: small
 // ones are routed at submission.
-enum StageIndex : uint32_t {
-  kCount,
-  kPlan,
-  kScatterRows,
-  kGateUpAct,
-  kDownRows,
-  kGatherSum,
-  kStageCount
-};
-constexpr const char* kStageNames[kStageCount] = {"count",   "plan", "scatter",
-                                                  "gate_up", "down", "gather"};
+enum StageIndex : uint32_t { kCount, kPlan, kScatterRows, kGateUpAct, kDownRows, kStageCount };
+constexpr const char* kStageNames[kStageCount] = {"count", "plan", "scatter", "gate_up", "down"};
 
 struct TileSizes {  // of one phase
   Layout layout;
   uint32_t tile_m;  // rows of one expert
   uint32_t gate_up_panels,
       down_panels;         // panels of kPanel columns; GateUp takes as many of gate and of up
-  uint32_t token_block;    // tokens of count, scatter and gather
+  uint32_t token_block;    // tokens of count and scatter
   uint32_t inline_tokens;  // up to so many tokens are routed at submission
 };
 
@@ -70,13 +60,12 @@ inline OpTemplate make_template(const Model& model, const TileSizes& t) {
   op.stage[kScatterRows] = {Kind::kScatter, 0, t.token_block};
   op.stage[kGateUpAct] = {Kind::kGateUp, ceil_div(panels(model.intermediate), t.gate_up_panels), 0};
   op.stage[kDownRows] = {Kind::kDown, ceil_div(panels(model.hidden), t.down_panels), 0};
-  op.stage[kGatherSum] = {Kind::kGather, 0, t.token_block};
   return op;
 }
 
 struct Scratch {  // of one worker
   std::vector<char> panel[2];
-  std::vector<float> products;  // [kRows, 2 * kPanel]: gate, up
+  std::vector<float> products;  // [kRows, 2 * kPanel]: gate, up; [kRows, kPanel]: down
 
   explicit Scratch(const Model& m) : products(2 * kRows * kPanel) {
     for (auto& p : panel)
@@ -115,7 +104,6 @@ class Job {
     topk_ = members_[0].topk;  // one model, one top-k
     template_ = make_template(model_, sizes);
     blocks_ = ceil_div(tokens_, sizes.token_block);
-    slot_row_.need(size_t{tokens_} * topk_);
     counts_.assign(size_t{std::max(blocks_, 1u)} * model_.experts, 0);
     const bool small = tokens_ <= sizes.inline_tokens;
     if (small) {
@@ -124,8 +112,7 @@ class Job {
     }
     Operation op = instantiate(template_, sources, layer, tokens_, small ? x_moe() : 0);
     if (small) op.tiles[kCount] = op.tiles[kPlan] = 0;
-    if (small && x_moe() == 0)
-      op.tiles[kScatterRows] = 0;  // no expert of ours: zeros from the gather
+    if (small && x_moe() == 0) op.tiles[kScatterRows] = 0;  // no expert of ours
     return op;
   }
 
@@ -143,10 +130,8 @@ class Job {
         return scatter(tile.ticket);
       case kGateUpAct:
         return gate_up(tile.ticket, scratch);
-      case kDownRows:
-        return down(tile.ticket, scratch);
       default:
-        return gather(tile.ticket);
+        return down(tile.ticket, scratch);
     }
   }
 
@@ -165,20 +150,20 @@ class Job {
  private:
   uint32_t x_moe() const { return prefix_[model_.experts]; }
 
-  template <class F>  // f(member, its token, token of the operation) for the tokens of a block
+  template <class F>  // f(member, its token) for the tokens of a block
   void each_token(uint32_t block, F f) const {
     const uint32_t begin = block * sizes_.token_block,
                    end = std::min(begin + sizes_.token_block, tokens_);
     size_t m = 0;
     for (uint32_t t = begin; t < end; ++t) {
       while (t >= first_token_[m + 1]) ++m;
-      f(members_[m], t - first_token_[m], t);
+      f(members_[m], t - first_token_[m]);
     }
   }
 
   void count(uint32_t block) {
     uint32_t* counts = counts_.data() + size_t{block} * model_.experts;
-    each_token(block, [&](const Member& m, uint32_t t, uint32_t) {
+    each_token(block, [&](const Member& m, uint32_t t) {
       for (uint32_t k = 0; k < topk_; ++k) {
         const int32_t e = m.topk_ids[size_t{t} * topk_ + k];
         if (e >= static_cast<int32_t>(model_.experts))
@@ -215,19 +200,19 @@ class Job {
     const size_t rows = static_cast<size_t>(next);
     a_.need(rows * static_cast<size_t>(model_.hidden * size_of(model_.compute)));
     activation_.need(rows * static_cast<size_t>(model_.intermediate * size_of(model_.compute)));
-    down_.need(rows * static_cast<size_t>(model_.hidden));
+    target_.need(rows);
   }
 
   void scatter(uint32_t block) {
     uint32_t* next = counts_.data() + size_t{block} * model_.experts;
     const int64_t in = model_.hidden * size_of(model_.activations),
                   out = model_.hidden * size_of(model_.compute);
-    each_token(block, [&](const Member& m, uint32_t t, uint32_t token) {
+    each_token(block, [&](const Member& m, uint32_t t) {
       for (uint32_t k = 0; k < topk_; ++k) {
         const int32_t e = m.topk_ids[size_t{t} * topk_ + k];
         if (e >= 0) {
           const uint32_t row = next[e]++;
-          slot_row_.get()[size_t{token} * topk_ + k] = row;
+          target_.get()[row] = m.out + (size_t{t} * topk_ + k) * model_.hidden;
           load_row(m.x + t * in, model_.activations, model_.compute, a_.get() + row * out,
                    model_.hidden);
         }
@@ -281,8 +266,7 @@ class Job {
                     out + half * kPanel, 2 * kPanel);
         for (int64_t k = 0; k < n; ++k)
           activate(out + k * 2 * kPanel, out + (k * 2 + 1) * kPanel, model_.activations,
-                   model_.compute, activation_.get() + ((row + k) * i + panel * kPanel) * element,
-                   kPanel);
+                   model_.compute, activation_.get() + ((row + k) * i + panel * kPanel) * element);
       }
     }
   }
@@ -302,28 +286,16 @@ class Job {
       const void* b = panel_for(w + panel * panel_bytes, model_.stored, model_.compute, i,
                                 scale ? scale + panel * kPanel / kFp8Block * columns : nullptr,
                                 scratch.panel[0].data());
-      for (int64_t row = r.begin; row < r.end; row += kRows)
-        products_(model_.compute, row_class(std::min(kRows, r.end - row)), i,
-                  activation_.get() + row * i * element, b, down_.get() + row * h + panel * kPanel,
-                  h);
-    }
-  }
-
-  // out = sum over k, in the order of k and in fp32, of weight_k * row_k.
-  void gather(uint32_t block) {
-    const int64_t h = model_.hidden;
-    each_token(block, [&](const Member& m, uint32_t t, uint32_t token) {
-      float* out = m.out + t * h;
-      bool first = true;
-      for (uint32_t k = 0; k < topk_; ++k) {
-        const size_t at = size_t{t} * topk_ + k;
-        if (m.topk_ids[at] < 0) continue;
-        const float* row = down_.get() + slot_row_.get()[size_t{token} * topk_ + k] * h;
-        (first ? scale_into : scale_add)(out, row, m.topk_weights[at], h);
-        first = false;
+      for (int64_t row = r.begin; row < r.end; row += kRows) {
+        const int64_t n = std::min(kRows, r.end - row);
+        const float* out = scratch.products.data();
+        products_(model_.compute, row_class(n), i, activation_.get() + row * i * element, b,
+                  scratch.products.data(), kPanel);
+        for (int64_t k = 0; k < n; ++k)  // to where the attention server sums them
+          std::memcpy(target_.get()[row + k] + panel * kPanel, out + k * kPanel,
+                      kPanel * sizeof(float));
       }
-      if (first) std::memset(out, 0, static_cast<size_t>(h) * sizeof(float));
-    });
+    }
   }
 
   const Model& model_;
@@ -334,8 +306,7 @@ class Job {
   std::vector<Member> members_;
   std::vector<uint32_t> first_token_, counts_, rows_, prefix_;
   std::vector<int64_t> row_start_;
-  Buffer<uint32_t> slot_row_;    // [tokens, topk] -> row
   Buffer<char> a_, activation_;  // [rows, hidden], [rows, intermediate] in the compute dtype
-  Buffer<float> down_;           // [rows, hidden]
+  Buffer<float*> target_;        // [rows] -> the row of some member's `out`
 };
 }  // namespace expertplex::cpu

@@ -16,13 +16,8 @@
 #include <string>
 #include <vector>
 
-// Compiled once per instruction set, chosen when the module is loaded: the build names none.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define XP_SIMD \
-  __attribute__((target_clones("arch=sapphirerapids", "arch=x86-64-v4", "arch=haswell", "default")))
-#else
-#define XP_SIMD
-#endif
+#include "cpu/silu.h"
+#include "simd.h"
 
 namespace expertplex::cpu {
 constexpr int64_t kPanel = 32;      // output columns whose weights lie together
@@ -81,25 +76,27 @@ XP_SIMD inline void dequantise(const uint8_t* in, float scale, float* out, int64
   // Through bf16 here too: an FP8 model computes alike with and without bf16 instructions.
   for (int64_t i = 0; i < n; ++i) out[i] = from_bf16(to_bf16(from_fp8(in[i]) * scale));
 }
-// silu(gate) * up, in fp32, rounded to the model's dtype.
-XP_SIMD inline void silu_mul(const float* gate, const float* up, uint16_t* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i)
-    out[i] = to_bf16(gate[i] / (1.0f + exponential(-gate[i])) * up[i]);
+XP_SIMD inline void narrow(const float* in, uint16_t* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = to_bf16(in[i]);
 }
-XP_SIMD inline void silu_mul(const float* gate, const float* up, float* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+XP_SIMD inline void silu_mul_anywhere(const float* gate, const float* up, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i)
+    out[i] = up[i] * (gate[i] * (1.0f / (1.0f + exponential(-gate[i]))));
+}
+inline void silu_mul(const float* gate, const float* up, float* out, int64_t n) {
+#ifdef XP_TORCH_VECTORS
+  static const bool avx512 =
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) return silu_mul_avx512(gate, up, out, n);
+#endif
+  silu_mul_anywhere(gate, up, out, n);
 }
 XP_SIMD inline void round_to_bf16(float* values, int64_t n) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_bf16(to_bf16(values[i]));
 }
 XP_SIMD inline void round_to_half(float* values, int64_t n) {
   for (int64_t i = 0; i < n; ++i) values[i] = static_cast<float>(static_cast<_Float16>(values[i]));
-}
-XP_SIMD inline void scale_into(float* out, const float* row, float weight, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = row[i] * weight;
-}
-XP_SIMD inline void scale_add(float* out, const float* row, float weight, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] += row[i] * weight;
 }
 
 class Products {
@@ -224,11 +221,13 @@ inline void load_row(const void* in, Dtype dtype, Dtype compute, void* out, int6
     widen_half(static_cast<const _Float16*>(in), static_cast<float*>(out), n);
 }
 
-inline void activate(const float* gate, const float* up, Dtype model, Dtype compute, void* out,
-                     int64_t n) {
-  if (compute == Dtype::kBfloat16) return silu_mul(gate, up, static_cast<uint16_t*>(out), n);
-  silu_mul(gate, up, static_cast<float*>(out), n);
-  if (model == Dtype::kBfloat16) round_to_bf16(static_cast<float*>(out), n);
-  if (model == Dtype::kFloat16) round_to_half(static_cast<float*>(out), n);
+// silu(gate) * up of a panel's columns in one row: fp32, then rounded to the model's dtype.
+inline void activate(const float* gate, const float* up, Dtype model, Dtype compute, void* out) {
+  float values[kPanel];
+  silu_mul(gate, up, values, kPanel);
+  if (compute == Dtype::kBfloat16) return narrow(values, static_cast<uint16_t*>(out), kPanel);
+  if (model == Dtype::kBfloat16) round_to_bf16(values, kPanel);
+  if (model == Dtype::kFloat16) round_to_half(values, kPanel);
+  std::memcpy(out, values, sizeof(values));
 }
 }  // namespace expertplex::cpu

@@ -31,7 +31,7 @@ class PyEngine {
     engine_.stop();
   }
 
-  // Tuples (source, phase, layer, tokens, topk, x, topk_ids, topk_weights, out, operation):
+  // Tuples (source, phase, layer, tokens, topk, x, topk_ids, out, operation):
   // addresses, and an object whose complete() is called when `out` is whole.
   void submit(const nb::list& operations) {
     std::vector<Submission> submissions;
@@ -53,9 +53,8 @@ class PyEngine {
       s.member.topk = static_cast<uint32_t>(integer(4));
       s.member.x = address<const char>(integer(5));
       s.member.topk_ids = address<const int32_t>(integer(6));
-      s.member.topk_weights = address<const float>(integer(7));
-      s.member.out = address<float>(integer(8));
-      s.member.handle = t[9].ptr();
+      s.member.out = address<float>(integer(7));
+      s.member.handle = t[8].ptr();
       submissions.push_back(s);
     }
     for (const Submission& s : submissions) Py_INCREF(static_cast<PyObject*>(s.member.handle));

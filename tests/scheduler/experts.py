@@ -87,18 +87,17 @@ def make_operation(
     x = torch.randn(tokens, shape.hidden, generator=rng).to(dtype)
     ids = torch.rand(tokens, shape.experts, generator=rng).argsort(-1)[:, : shape.topk].int()
     ids[torch.rand(tokens, shape.topk, generator=rng) < absent] = -1
-    weights = torch.rand(tokens, shape.topk, generator=rng)
-    out = torch.empty(tokens, shape.hidden)
-    return Operation(source, phase, layer, x, ids.contiguous(), weights, out, lambda: None)
+    out = torch.empty(tokens, shape.topk, shape.hidden)
+    return Operation(source, phase, layer, x, ids.contiguous(), out, lambda: None)
 
 
 def reference(layer: ExpertWeights, op: Operation) -> torch.Tensor:
-    """The partial sums in float64, with no rounding in between."""
-    out = torch.zeros(op.out.shape, dtype=torch.float64)
+    """The rows in float64, with no rounding in between; NaN where the expert is elsewhere."""
+    out = torch.full(op.out.shape, float("nan"), dtype=torch.float64)
     for k in range(op.topk_ids.shape[1]):
         for slot in range(layer.w13.shape[0]):
             rows = op.topk_ids[:, k] == slot
             gate, up = (op.x[rows].double() @ layer.w13[slot].double().T).chunk(2, -1)
             hidden = torch.nn.functional.silu(gate) * up
-            out[rows] += op.topk_weights[rows, k, None] * (hidden @ layer.w2[slot].double().T)
+            out[rows, k] = hidden @ layer.w2[slot].double().T
     return out

@@ -1,4 +1,4 @@
-"""The CPU backend: right sums, whatever runs beside them, and failures that are told."""
+"""The CPU backend: right rows, whatever runs beside them, and failures that are told."""
 
 import json
 import re
@@ -43,7 +43,17 @@ def backend():
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error of the rows made here; infinite if others were written."""
+    made = ~expected.isnan()
+    if not torch.equal(made, ~found.isnan()):
+        return float("inf")
+    found, expected = found[made], expected[made]
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit for bit; what was not written is NaN in both."""
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,7 +77,7 @@ def test_fp8_equals_its_dequantised_checkpoint_bit_for_bit(backend, phase):
         left, right = Pending(op), Pending(op)
         fp8.submit([left.op])
         bf16.submit([right.op])
-        assert torch.equal(left.result(), right.result())
+        assert same(left.result(), right.result())
         assert error(left.result(), reference(wide, op)) < TOLERANCE[torch.bfloat16]
 
 
@@ -82,7 +92,7 @@ def test_zero_tokens_and_no_local_expert_complete(backend):
     ):
         pending = Pending(make_operation(SHAPE, tokens, torch.bfloat16, phase=phase, absent=1.0))
         tiles.submit([pending.op])
-        assert torch.equal(pending.result(), torch.zeros(tokens, SHAPE.hidden))
+        assert pending.result().isnan().all()  # nothing to write
         assert pending.completions == 1
 
 
@@ -128,7 +138,7 @@ def test_results_do_not_depend_on_what_runs_beside_them(data):
         for op, pending in zip(operations, beside, strict=True):
             single = Pending(op)
             alone.submit([single.op])
-            assert torch.equal(pending.result(), single.result())
+            assert same(pending.result(), single.result())
             assert pending.completions == 1
     finally:
         together.close()
@@ -172,7 +182,7 @@ def test_trace_has_one_track_per_worker(backend, tmp_path):
     assert {e["tid"] for e in events if e["ph"] == "M"} == {0, 1}
     spans = [e for e in events if e["ph"] == "X"]
     assert {e["name"] for e in spans} == {"prefill"}
-    assert {"scatter", "gate_up", "down", "gather"} <= {e["args"]["stage"] for e in spans}
+    assert {"scatter", "gate_up", "down"} <= {e["args"]["stage"] for e in spans}
     assert all(e["dur"] >= 0 for e in spans)
 
 

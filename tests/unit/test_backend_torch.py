@@ -18,11 +18,8 @@ def plain_weights(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> 
     )
 
 
-def operation(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, done: list[int], **fields: int
-) -> Operation:
-    # What an earlier operation left in the buffer must not show.
-    out = torch.full((x.shape[0], x.shape[1]), float("nan"))
+def operation(x: torch.Tensor, ids: torch.Tensor, done: list[int], **fields: int) -> Operation:
+    out = torch.full((*ids.shape, x.shape[1]), float("nan"))
     source = fields.get("source", 0)
     return Operation(
         source,
@@ -30,13 +27,14 @@ def operation(
         fields.get("layer", 0),
         x,
         ids,
-        weights,
         out,
         lambda: done.append(source),
     )
 
 
 def reference(weights: ExpertWeights, op: Operation) -> torch.Tensor:
+    """The rows in float64; NaN, which is what `out` held before, where the expert is elsewhere."""
+
     def values(stored: torch.Tensor, scale: torch.Tensor | None, slot: int) -> torch.Tensor:
         matrix = stored[slot].double()
         if scale is None:
@@ -45,7 +43,7 @@ def reference(weights: ExpertWeights, op: Operation) -> torch.Tensor:
         index_r, index_c = torch.arange(rows) // BLOCK, torch.arange(columns) // BLOCK
         return matrix * scale[slot].double()[index_r][:, index_c]
 
-    out = torch.zeros(op.out.shape, dtype=torch.float64)
+    out = torch.full(op.out.shape, float("nan"), dtype=torch.float64)
     for token in range(op.x.shape[0]):
         for k, slot in enumerate(op.topk_ids[token].tolist()):
             if slot >= 0:
@@ -60,7 +58,7 @@ def reference(weights: ExpertWeights, op: Operation) -> torch.Tensor:
                 )
                 inner = torch.nn.functional.silu(gate) * up
                 w2 = values(weights.w2, weights.w2_scale, slot)
-                out[token] += op.topk_weights[token, k].double() * (w2 @ inner)
+                out[token, k] = w2 @ inner
     return out
 
 
@@ -73,29 +71,21 @@ def reference(weights: ExpertWeights, op: Operation) -> torch.Tensor:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_partial_sums_equal_the_reference(
+def test_rows_equal_the_reference(
     tokens: int, topk: int, experts: int, low: int, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
     weights = plain_weights(experts, 24, 40, dtype)
     ids = torch.randint(low, experts, (tokens, topk), dtype=torch.int32)
     done: list[int] = []
-    op = operation(torch.randn(tokens, 24).to(dtype), ids, torch.rand(tokens, topk), done)
+    op = operation(torch.randn(tokens, 24).to(dtype), ids, done)
     TorchBackend([weights]).submit([op])
     assert done == [0]
     # Inputs are exact in either precision; the activation is rounded to the model's dtype once.
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(
-        op.out.double(), reference(weights, op), rtol=tolerance, atol=tolerance
+        op.out.double(), reference(weights, op), rtol=tolerance, atol=tolerance, equal_nan=True
     )
-
-
-def test_rows_for_other_servers_give_zero() -> None:
-    done: list[int] = []
-    ids = torch.full((3, 2), -1, dtype=torch.int32)
-    op = operation(torch.randn(3, 8), ids, torch.rand(3, 2), done)
-    TorchBackend([plain_weights(2, 8, 4, torch.float32)]).submit([op])
-    assert torch.equal(op.out, torch.zeros(3, 8))
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(128, 128), (256, 128), (200, 72), (128, 192)])
@@ -110,9 +100,10 @@ def test_block_scaled_fp8_equals_its_dequantised_values(hidden: int, inner: int)
     )
     done: list[int] = []
     ids = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
-    op = operation(torch.randn(2, hidden), ids, torch.rand(2, 2), done)
+    op = operation(torch.randn(2, hidden), ids, done)
     TorchBackend([weights]).submit([op])
-    torch.testing.assert_close(op.out.double(), reference(weights, op), rtol=1e-4, atol=1e-2)
+    expected = reference(weights, op)
+    torch.testing.assert_close(op.out.double(), expected, rtol=1e-4, atol=1e-2, equal_nan=True)
 
 
 def test_scales_belong_to_their_blocks() -> None:
@@ -126,10 +117,10 @@ def test_scales_belong_to_their_blocks() -> None:
 def test_decode_goes_first_and_each_layer_has_its_weights() -> None:
     layers = [plain_weights(1, 8, 4, torch.float32) for _ in range(2)]
     done: list[int] = []
-    x, ids, ones = torch.randn(1, 8), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
+    x, ids = torch.randn(1, 8), torch.zeros(1, 1, dtype=torch.int32)
     ops = [
-        operation(x, ids, ones, done, source=0, phase=PHASE_PREFILL, layer=0),
-        operation(x, ids, ones, done, source=1, phase=PHASE_DECODE, layer=1),
+        operation(x, ids, done, source=0, phase=PHASE_PREFILL, layer=0),
+        operation(x, ids, done, source=1, phase=PHASE_DECODE, layer=1),
     ]
     TorchBackend(layers).submit(ops)
     assert done == [1, 0]

@@ -85,11 +85,10 @@ def serve(endpoint: MoeEndpoint, shape: Shape, scale: torch.Tensor) -> None:
         for operation in endpoint.wait(1_000_000_000):
             n = operation.tokens
             ids = slot.topk_ids[:n].long()
-            factors = torch.where(ids >= 0, scale[ids.clamp_min(0)], torch.zeros(()))
-            total = (factors * slot.topk_weights[:n]).sum(1, keepdim=True)
             # What is not a row of this operation is nobody's: it must not reach the sum.
             slot.out.fill_(float("nan"))
-            slot.out[:n] = slot.x[:n] * total
+            token, k = (ids >= 0).nonzero(as_tuple=True)
+            slot.out[token, k] = slot.x[token] * scale[ids[token, k], None]
             endpoint.complete(operation, 0)
 
 
@@ -135,6 +134,49 @@ def test_sums_equal_a_float64_reference(
             torch.testing.assert_close(
                 found.double(), reference(x, ids, weights, scale), rtol=1e-6, atol=1e-6
             )
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(placed=placements(), topk=st.integers(1, 6), seed=st.integers(0, 2**31))
+def test_sums_do_not_depend_on_where_experts_live(
+    tmp_path_factory: pytest.TempPathFactory,
+    placed: tuple[list[int], int],
+    topk: int,
+    seed: int,
+) -> None:
+    """Bit for bit: over several servers as on one."""
+    placement, servers = placed
+    generator = torch.Generator().manual_seed(seed)
+    shape = Shape(8, 16, topk, 4)
+    scale = torch.randn(len(placement), generator=generator)
+    x = torch.randn(8, 16, generator=generator)
+    ids = torch.randint(-1, len(placement), (8, topk), generator=generator, dtype=torch.int32)
+    weights = torch.rand(8, topk, generator=generator)
+    sums = []
+    for where, count in ((placement, servers), ([0] * len(placement), 1)):
+        deployment = Deployment(tmp_path_factory.mktemp("run"), shape, where, count)
+        peer = deployment.peer()
+        with deployment.serving(scale):
+            peer.dispatch(x, weights, ids, 0, 0)
+            sums.append(peer.combine(8, torch.float32))
+    assert torch.equal(*sums)
+
+
+def test_sums_add_in_the_order_of_k_and_round_once_each(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, Shape(1, 8, 3, 4), [1, 0, 1], 2)
+    peer = deployment.peer()
+    near = 1 + 2.0**-12  # its square needs 25 bits
+    with deployment.serving(torch.tensor([2.0**-24, near, 1.0])):
+        ids = torch.tensor([[2, 0, 0], [1, 2, 0]], dtype=torch.int32)
+        peer.dispatch(torch.ones(1, 8), torch.ones(1, 3), ids[:1], 0, 0)
+        # 1 + 2^-24 is 1 again, twice; the two small ones added first would show.
+        assert torch.equal(peer.combine(1, torch.float32), torch.ones(1, 8))
+        peer.dispatch(torch.ones(1, 8), torch.tensor([[1.0, -1.0, 0.0]]), ids[1:], 0, 0)
+        assert torch.equal(peer.combine(1, torch.float32), torch.full((1, 8), near - 1))
+        # A product is not rounded before it is added: near^2 - (1 + 2^-11) is 2^-24.
+        ids = torch.tensor([[2, 1, 2]], dtype=torch.int32)
+        peer.dispatch(torch.ones(1, 8), torch.tensor([[-1 - 2.0**-11, near, 0.0]]), ids, 0, 0)
+        assert torch.equal(peer.combine(1, torch.float32), torch.full((1, 8), 2.0**-24))
 
 
 def test_result_is_the_callers_own_and_rounded_once(tmp_path: Path) -> None:

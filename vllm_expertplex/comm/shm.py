@@ -7,6 +7,7 @@ The layout of the files and the memory ordering are in `csrc/comm/`.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +92,8 @@ class AttentionPeer:
         self._endpoint.dispatch(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), n, layer, phase)
 
     def combine(self, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-        """Wait for every MoE server and return the sum [tokens, hidden] as `dtype`, rounded once.
+        """Wait for every MoE server and return the sums [tokens, hidden] as `dtype`, rounded once:
+        fp32 sums over k of weight_k * row_k in the order of k, whichever servers the rows are on.
 
         Raises MoeServerLost with the server and the layer it was waited for.
         """
@@ -111,7 +113,6 @@ class SlotTensors(NamedTuple):
 
     x: torch.Tensor
     topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
     out: torch.Tensor
 
     @classmethod
@@ -119,16 +120,14 @@ class SlotTensors(NamedTuple):
         cls, endpoint: MoeEndpoint, source: int, shape: Shape, dtype: torch.dtype
     ) -> "SlotTensors":
         """Views of slot `source`, [max_tokens, ...]; valid while `endpoint` lives."""
-        rows = shape.max_tokens
-        kinds: Sequence[tuple[torch.dtype, int]] = (
-            (dtype, shape.hidden),
-            (torch.int32, shape.topk),
-            (torch.float32, shape.topk),
-            (torch.float32, shape.hidden),
+        kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]] = (
+            (dtype, (shape.hidden,)),
+            (torch.int32, (shape.topk,)),
+            (torch.float32, (shape.topk, shape.hidden)),
         )
         tensors = []
-        for address, (kind, columns) in zip(endpoint.buffers(source), kinds, strict=True):
-            size = rows * columns * kind.itemsize
+        for address, (kind, token) in zip(endpoint.buffers(source), kinds, strict=True):
+            size = shape.max_tokens * math.prod(token) * kind.itemsize
             buffer = (ctypes.c_char * size).from_address(address)
-            tensors.append(torch.frombuffer(buffer, dtype=kind).view(rows, columns))
+            tensors.append(torch.frombuffer(buffer, dtype=kind).view(shape.max_tokens, *token))
         return cls(*tensors)

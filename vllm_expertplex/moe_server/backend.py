@@ -56,10 +56,10 @@ class Operation:
     """One MoE operation: a layer's tokens from one attention server.
 
     x [n, hidden], topk_ids [n, topk] int32 (slot of a local expert, or -1 where the expert lives
-    elsewhere), topk_weights [n, topk] fp32; out [n, hidden] fp32 receives the partial sums
-    `sum_k weight_k * expert_k(x)` over local experts, added in the order of k. All are views of
-    the attention server's slot. `complete` publishes the done word; call it exactly once, from any
-    thread, after `out` is whole.
+    elsewhere); out [n, topk, hidden] fp32 receives `expert_k(x)` of each token, not weighted. Rows
+    of experts elsewhere are left as they are: nobody reads them. All are views of the attention
+    server's slot. `complete` publishes the done word; call it exactly once, from any thread, after
+    `out` is whole.
     """
 
     source: int
@@ -67,7 +67,6 @@ class Operation:
     layer: int
     x: torch.Tensor
     topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
     out: torch.Tensor
     complete: Callable[[], None]
 

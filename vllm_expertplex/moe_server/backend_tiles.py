@@ -5,7 +5,7 @@ Must not know: where operations come from, shared memory, vLLM.
 
 Worker threads are native (`csrc/cpu/engine.h`): one plays one CTA cluster of the GPU kernel. The
 products are torch's oneDNN kernels, called per tile. Rounding is that of vLLM's CPU kernel: fp32
-products, activation rounded to the model's dtype, fp32 sum over k in the order of k.
+products, activation rounded to the model's dtype.
 """
 
 import os
@@ -172,7 +172,6 @@ class TilesBackend:
             topk,
             op.x.data_ptr(),
             op.topk_ids.data_ptr(),
-            op.topk_weights.data_ptr(),
             op.out.data_ptr(),
             op,
         )

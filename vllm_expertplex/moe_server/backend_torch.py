@@ -3,7 +3,7 @@
 Owns: the arithmetic of a routed expert on CPU. Must not know: where operations come from.
 
 Rounding follows vLLM's CPU kernel (`cpu_fused_moe`): products accumulate in fp32, the activation
-is rounded to the model dtype, the second product and the sum over k stay in fp32.
+is rounded to the model dtype, the second product stays in fp32.
 """
 
 from collections.abc import Sequence
@@ -35,17 +35,12 @@ class TorchBackend:
 
 
 def compute(weights: ExpertWeights, op: Operation) -> None:
-    """Fill `op.out` with the partial sums of the local experts."""
-    tokens, topk = op.topk_ids.shape
-    rows = torch.zeros(tokens, topk, op.out.shape[1])
+    """Fill the rows of `op.out` that local experts make."""
     for slot in op.topk_ids.unique().tolist():
         if slot < 0:
             continue
         token, k = (op.topk_ids == slot).nonzero(as_tuple=True)
-        rows[token, k] = expert(weights, slot, op.x[token])
-    torch.mul(rows[:, 0], op.topk_weights[:, :1], out=op.out)
-    for k in range(1, topk):
-        op.out.addcmul_(rows[:, k], op.topk_weights[:, k : k + 1])
+        op.out[token, k] = expert(weights, slot, op.x[token])
 
 
 def expert(weights: ExpertWeights, slot: int, x: torch.Tensor) -> torch.Tensor:

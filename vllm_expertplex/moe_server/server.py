@@ -151,7 +151,6 @@ class MoeServer:
             ready.layer,
             slot.x[:n],
             slot.topk_ids[:n],
-            slot.topk_weights[:n],
             slot.out[:n],
             complete,
         )

@@ -14,7 +14,7 @@ _PREFILL_ROWS = 128
 # A decode tile is bound by reading weights: about 50 us at 10 GB/s.
 _DECODE_BYTES = 512 * 1024
 _DECODE_ROWS = 32
-# Counting, copying and summing rows: bound by memory, tens of microseconds for so many tokens.
+# Counting and copying rows: bound by memory, tens of microseconds for so many tokens.
 _TOKENS = 64
 # Operations of up to so many tokens find their rows at submission, which takes microseconds.
 _INLINE_TOKENS = 256
