@@ -1,0 +1,117 @@
+"""Engines in one process, each walking through its layers at its own pace: every layer is whole and
+right when its turn comes, from shards and from rings.
+"""
+
+import random
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_expertplex.asyncep.board import Board
+from vllm_expertplex.asyncep.config import AsyncEPConfig
+from vllm_expertplex.asyncep.weights import ExpertWeights
+from vllm_expertplex.layout import ExpertMap
+
+EXPERTS = 5
+
+
+class _Layer(torch.nn.Module):
+    """What ExpertWeights uses of vLLM's RoutedExperts, holding the experts `mine`."""
+
+    def __init__(self, index: int, mine: list[int]) -> None:
+        super().__init__()
+        self.layer_name = f"layers.{index}"
+        self.global_num_experts, self.local_num_experts = EXPERTS, len(mine)
+        self.moe_config = SimpleNamespace(num_local_experts=len(mine))
+        self.expert_map_manager = SimpleNamespace(local_num_experts=len(mine))
+        self.quant_method = SimpleNamespace(moe_quant_config=None)
+        self.e_score_correction_bias = None
+        for name, tensor in _truth(index).items():
+            self.register_parameter(name, torch.nn.Parameter(tensor[mine], requires_grad=False))
+
+
+def _truth(index: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return {
+        "w13_weight": torch.randn(EXPERTS, 6, 4, generator=generator),
+        "w2_weight": torch.randn(EXPERTS, 4, 3, generator=generator).bfloat16(),
+    }
+
+
+def _walk(weights: ExpertWeights, layers: list[Any], passes: int, pace: random.Random) -> None:
+    for _ in range(passes):
+        for index, layer in enumerate(layers):
+            weights._begin(index)
+            for _ in range(2):  # and stays right for as long as the turn lasts
+                for name, tensor in _truth(index).items():
+                    assert torch.equal(getattr(layer, name), tensor), (index, name)
+                time.sleep(pace.random() * 1e-3)
+            weights._end(index)
+
+
+@pytest.mark.parametrize(
+    ("engines", "layers", "offload"),
+    [(1, 4, 0), (2, 1, 0), (2, 2, 0), (2, 3, 0), (3, 6, 0), (2, 6, 2), (3, 5, 9), (1, 6, 1)],
+)
+def test_every_layer_is_whole_in_its_turn(
+    tmp_path: Path, engines: int, layers: int, offload: int
+) -> None:
+    config = AsyncEPConfig(gpus=engines, offload_layers=offload, startup_timeout_s=10.0)
+    split = ExpertMap.contiguous(EXPERTS, engines)
+    failures: list[BaseException] = []
+    boards = [Board(tmp_path, server, create=True) for server in config.servers]
+    passes = 12
+
+    def engine(rank: int) -> None:
+        try:
+            made = [_Layer(i, split.local_experts(rank)) for i in range(layers)]
+            weights = ExpertWeights(tmp_path, config.servers[rank], config, made, split)
+            weights.connect(made)
+            _walk(weights, made, passes, random.Random(rank))
+            if weights.gather is not None:
+                weights.gather.close()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=engine, args=(rank,)) for rank in range(engines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    for board in boards:
+        counters = board.read()
+        assert counters.layers == passes * layers
+        whole = sum(t.nbytes for t in _truth(0).values())
+        assert counters.gathered_bytes == counters.gathers * whole
+
+
+def test_an_engine_with_other_layers_is_refused(tmp_path: Path) -> None:
+    config = AsyncEPConfig(gpus=2, startup_timeout_s=5.0)
+    split = ExpertMap.contiguous(EXPERTS, 2)
+    for server in config.servers:
+        Board(tmp_path, server, create=True)
+    made = [[_Layer(i, split.local_experts(rank)) for i in range(2 + rank)] for rank in range(2)]
+    weights = [
+        ExpertWeights(tmp_path, server, config, layers, split)
+        for server, layers in zip(config.servers, made, strict=True)
+    ]
+    with pytest.raises(RuntimeError, match="all engines must run the same model"):
+        weights[0].connect(made[0])
+
+
+def test_a_full_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    config = AsyncEPConfig(gpus=1)
+    Board(tmp_path, config.servers[0], create=True)
+    split = ExpertMap.contiguous(EXPERTS, 1)
+    with pytest.raises(OSError, match=r"shard of \d+ MiB: No space left"):
+        ExpertWeights(tmp_path, config.servers[0], config, [_Layer(0, [0, 1, 2, 3, 4])], split)
