@@ -36,6 +36,7 @@ from vllm_expertplex.simulator.runs import Case, replay
 from vllm_expertplex.simulator.steps import NOTHING
 
 WITHIN = 0.20
+PAUSE_S = 0.1
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
@@ -96,11 +97,13 @@ class Calibration(NamedTuple):
 async def calibrate(client: Client, longest: int, batches: list[int], bar: Progress) -> Calibration:
     """Measure lone prefills, decode batches, and both together; fit iteration times."""
     lengths = [n for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n <= longest]
-    task = bar.add_task("calibrating", total=3 * len(lengths) + len(batches) * 2 + 3)
+    task = bar.add_task("calibrating", total=5 * len(lengths) + len(batches) * 2 + 3)
     await client.complete(min(64, longest), 8)  # warm up
     prefill = []
     for length in lengths:
-        for _ in range(3):
+        for _ in range(5):
+            # As in traffic: after a pause, processes have to wake up and caches are cold.
+            await asyncio.sleep(PAUSE_S)
             prefill.append(Point(length, length, (await client.complete(length, 1)).first))
             bar.advance(task)
     decode = []
@@ -118,7 +121,10 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
         beside.append((await client.complete(longest // 2, 1)).first)
     bar.advance(task)
     slowed = float(np.mean([g for t in running for g in t.result().gaps[20:-5]]))
-    joining = [await client.complete(longest // 2, 12) for _ in range(8)]
+    joining = []
+    for _ in range(8):
+        await asyncio.sleep(PAUSE_S)
+        joining.append(await client.complete(longest // 2, 12))
     lone = [r.gaps[0] - float(np.mean(r.gaps[1:])) for r in joining]
     other = asyncio.create_task(client.complete(longest // 2, 400))
     joining = []
