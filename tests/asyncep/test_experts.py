@@ -10,7 +10,7 @@ import torch
 from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from vllm_expertplex.asyncep.experts import describe, put_in, take_out
+from vllm_expertplex.asyncep.experts import describe, order_layers, put_in, take_out
 from vllm_expertplex.asyncep.shards import ShardLayout
 from vllm_expertplex.layout import ExpertMap
 
@@ -95,3 +95,24 @@ def test_kernels_are_shown_the_parameters_that_will_change() -> None:
     layer.quant_method.moe_quant_config = SimpleNamespace(_w1=None, _w2=description)
     describe(layer, 3)
     assert description.scale is layer.w2_weight
+
+
+def test_a_traced_model_keeps_the_turns_of_its_layers() -> None:
+    seen: list[str] = []
+    order_layers(lambda i: seen.append(f"begin {i}"), lambda i: seen.append(f"end {i}"))
+    weight = torch.ones(4)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for layer in range(2):
+            torch.ops.vllm.asyncep_begin(x, layer)
+            y = x * weight
+            torch.ops.vllm.asyncep_end(y, layer)
+            x = y + 1
+        return x
+
+    try:
+        x = torch.zeros(4)
+        assert torch.equal(torch.compile(model, backend="aot_eager")(x), torch.full((4,), 2.0))
+    finally:
+        order_layers(lambda i: None, lambda i: None)
+    assert seen == ["begin 0", "end 0", "begin 1", "end 1"]
