@@ -50,6 +50,8 @@ def intervals(kernel: PersistentKernel, layers: list, tokens: int, rows: list[di
     for stage, name in enumerate(structs.STAGES):
         # One tile per cluster has no two boundaries: its time to publication bounds the interval.
         times = between[stage] or whole[stage]
+        if not times:  # a small operation has no counting stage
+            continue
         r = row(
             f"{name}, {tokens} rows per expert: p99",
             "us",

@@ -7,7 +7,7 @@
 // one already known.
 #pragma once
 
-#include "rows.cuh"
+#include "scatter.cuh"
 
 namespace expertplex::apk {
 
@@ -16,6 +16,7 @@ struct StageCache {
   uint32_t tiles[kExperts + 1], rows[kExperts], row0[kExperts];
   uint32_t where;   // template:11 | wide:1 | layer << 16
   uint32_t tokens;  // of the operation
+  uint32_t items;   // of a row stage: a warp's per tile
 };
 
 struct Claimer {
@@ -62,8 +63,14 @@ __device__ __forceinline__ void learn_stage(const State& s, const Template* temp
     cache.tokens = tokens_of(op.user);
   }
   __syncwarp();
-  if (tile.stage != kStageGateUp && tile.stage != kStageDown) return;
   const Groups& g = *templates[cache.where & 0x7ff].groups;
+  if (tile.stage != kStageGateUp && tile.stage != kStageDown) {
+    if (lane == 0)
+      cache.items = tile.stage == kActivate ? __ldcg(&g.activate_items)
+                                            : items_per_warp(tile.stage, cache.tokens);
+    __syncwarp();
+    return;
+  }
   const uint32_t* tiles = g.tiles[tile.stage == kStageDown ? kDown : kGateUp];
 #pragma unroll 4
   for (uint32_t e = lane; e < kExperts; e += 32) {

@@ -82,7 +82,7 @@ __device__ __forceinline__ void announce_all(State& s, uint64_t now) {
   if (lane == 0) e = draw_epoch(s, now);
   e = {__shfl_sync(~0u, e.number, 0), __shfl_sync(~0u, e.stop, 0),
        __shfl_sync(~0u, e.decode_workers, 0)};
-  announce(s, e, lane, 32);
+  announce_epoch(s, e, lane, 32);
   __syncwarp();
 }
 

@@ -88,7 +88,8 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
     if (got == 2) learn_stage(s, p.templates, m.tile, sh.known);
     if (got == 0) m.tile.stage = kStop;
     m.where = sh.known.where;
-    m.row = m.col = 0;
+    m.row = sh.known.items;
+    m.col = 0;
     m.packed = sh.known.tokens;
     if (got && is_gemm(m.tile.stage)) {
       const bool down = m.tile.stage == kStageDown;
@@ -198,9 +199,6 @@ __device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint3
     if (!__all_sync(~0u, ok) || m.tile.stage == kStop) break;
     if (threadIdx.x == 0) sh.began[at.slot()] = global_ns();
     auto output_free = [&] { sh.output_empty[group].wait((at.count & 1) ^ 1, &sh.deadline); };
-    auto claim_next = [&] {
-      if (rank == 0 && threadIdx.x == 0) sh.claim_next.arrive();
-    };
     if (is_gemm(m.tile.stage)) {
       if constexpr (kFp8) sh.gemm.scales_full[at.slot()].wait(at.parity(), &sh.deadline);
       const float* scales = sh.gemm.weight_scales[at.slot()];
@@ -212,15 +210,18 @@ __device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint3
       const Template& op = p.templates[m.operation()];
       output_free();
       sync_threads<kMathThreads>(1);
+      if (rank == 0 && threadIdx.x == 0) sh.claim_next.arrive();
+      auto& scratch = *reinterpret_cast<ScatterMemory*>(sh.gemm.output);
       if (m.tile.stage == kCount) {
-        claim_next();
-        count_tile(*p.state, m, op, rank, reinterpret_cast<uint32_t*>(sh.gemm.output));
+        count_tile(*p.state, m, op, rank, scratch);
+      } else if (m.tile.stage == kCopy && counts_itself(m.tokens())) {
+        scatter_tile(*p.state, m, op, rank, scratch);
       } else if (m.tile.stage == kCopy) {
-        copy_tile(m, op, rank, claim_next);
+        copy_tile(m, op, rank);
       } else if (m.tile.stage == kActivate) {
-        activate_tile(m, op, rank, claim_next);
+        activate_tile(m, op, rank);
       } else if (m.tile.stage == kGather) {
-        gather_tile(m, op, rank, claim_next);
+        gather_tile(m, op, rank);
       } else {  // kHang
         while (global_ns() < *static_cast<volatile uint64_t*>(&sh.deadline)) __nanosleep(1000);
       }

@@ -37,6 +37,7 @@ struct Groups {
   uint32_t rows[kExperts];
   uint32_t row0[kExperts + 1];      // first row; multiples of 64
   uint32_t tiles[2][kExperts + 1];  // cluster tiles of GateUp and Down before this expert
+  uint32_t activate_items;          // pairs that a warp takes of the activation's tiles
 };
 
 // Buffers and descriptors of one operation in flight, made before launch and never changed. T
@@ -71,14 +72,16 @@ struct alignas(128) Layer {
 // One tile as the cluster's leader hands it to every warp of both CTAs: 32 bytes.
 struct alignas(16) TileMessage {
   Tile tile;
-  uint32_t row, col;  // this CTA's first row and column of a GEMM tile
-  uint32_t packed;    // of a GEMM tile: valid rows | expert << 8 | shape << 24; else tokens
-  uint32_t where;     // template:11 | wide:1 | layer << 16
+  uint32_t row;     // this CTA's first row of a GEMM tile; else a warp's items
+  uint32_t col;     // this CTA's first column of a GEMM tile
+  uint32_t packed;  // of a GEMM tile: valid rows | expert << 8 | shape << 24; else tokens
+  uint32_t where;   // template:11 | wide:1 | layer << 16
 
   __device__ uint32_t rows() const { return packed & 0xff; }
   __device__ uint32_t expert() const { return packed >> 8 & 0xffff; }
   __device__ uint32_t shape() const { return packed >> 24; }
   __device__ uint32_t tokens() const { return packed; }
+  __device__ uint32_t items() const { return row; }
   __device__ uint32_t operation() const { return where & 0x7ff; }
   __device__ bool wide() const { return where >> 11 & 1; }
   __device__ uint32_t layer() const { return where >> 16; }

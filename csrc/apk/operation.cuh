@@ -10,8 +10,11 @@ namespace expertplex::apk {
 
 constexpr uint32_t kWarpsPerCluster = kCluster * kMathThreads / 32;
 constexpr uint32_t kCountPairs = 4096;  // (token, expert) pairs one CTA counts per tile
-constexpr uint32_t kGatherColumns = 512;
+// A warp sums so many columns of a token at once, and so many such slices per tile at most.
+constexpr uint32_t kGatherColumns = 256;
 constexpr uint32_t kGatherSlices = (kHidden + kGatherColumns - 1) / kGatherColumns;
+constexpr uint32_t kMaxGatherItems = 6;
+constexpr uint32_t kMaxActivateItems = 4;
 
 // Operation::user = template:11 | wide:1 | tokens:20 | identity:32. Wide: prefill's tiles
 // (128x192), else decode's (128x128 and 64x256). The identity is an index into Launch::times in a
@@ -32,13 +35,26 @@ __host__ __device__ constexpr uint32_t identity_of(uint64_t handle) {
   return static_cast<uint32_t>(handle >> 32);
 }
 
-// What one warp takes of a row stage per tile: (token, expert) pairs, or column slices of tokens in
-// the gather. Few for decode, so that a few tokens spread over the GPU.
+// A small operation is counted by every CTA that copies rows of it, so it has no counting stage.
+__host__ __device__ constexpr bool counts_itself(uint32_t tokens) {
+  return tokens * kTopK <= kCountPairs;
+}
+
+// What one warp takes of a row stage per tile: (token, expert) pairs, or slices of tokens in the
+// gather. Few for decode, so that a few tokens spread over the GPU.
 __device__ __forceinline__ uint32_t items_per_warp(uint32_t stage, uint32_t tokens) {
   constexpr uint32_t kWarps = 66 * kWarpsPerCluster;
-  if (stage == kCopy) return tokens * kTopK > kWarps ? kTopK : 1;
-  if (stage == kActivate) return min(4u, ceil_div(tokens * kTopK, kWarps));
-  return min(3u, ceil_div(tokens * kGatherSlices, kWarps));
+  const uint32_t pairs = tokens * kTopK;
+  if (stage == kCopy) return pairs <= kWarps ? 1 : tokens <= 4 * kWarps ? kTopK : 2 * kTopK;
+  if (stage == kActivate) return min(kMaxActivateItems, ceil_div(pairs, kWarps));
+  return min(kMaxGatherItems, ceil_div(tokens * kGatherSlices, kWarps));
+}
+
+// The same for the activation once it is known how many rows the pairs have here: a warp takes so
+// many pairs that it finds as many rows as above.
+__device__ __forceinline__ uint32_t activate_items(uint32_t tokens, uint32_t rows) {
+  const uint32_t pairs = tokens * kTopK, items = items_per_warp(kActivate, tokens);
+  return items < kMaxActivateItems ? items : min(32u, max(items, items * pairs / max(rows, 1u)));
 }
 
 // All six stages of an operation whose `user` is set. The GEMMs' tiles follow from the count.
@@ -48,7 +64,7 @@ __device__ __forceinline__ void set_stages(Operation& op) {
     return ceil_div(items, kWarpsPerCluster * items_per_warp(stage, tokens));
   };
   op.n_stages = tokens ? kStages6 : 0;
-  op.tiles[kCount] = ceil_div(pairs, kCluster * kCountPairs);
+  op.tiles[kCount] = counts_itself(tokens) ? 0 : ceil_div(pairs, kCluster * kCountPairs);
   op.tiles[kCopy] = tiles(kCopy, pairs);
   op.tiles[kStageGateUp] = op.tiles[kStageDown] = 1;
   op.tiles[kActivate] = tiles(kActivate, pairs);

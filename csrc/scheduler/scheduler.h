@@ -107,9 +107,10 @@ XP_HD void announce(State& s, const Epoch& e, uint32_t lane = 0, uint32_t lanes 
 
 // The first half of a submission: tiles can be claimed, but nobody has been told.
 XP_HD Submit enqueue(State& s, uint32_t phase, const Operation& op, uint64_t deadline_ns) {
-  if (phase == kDecode) fetch_add(s.demand, op.x_moe);
+  const bool demands = phase == kDecode && op.x_moe != 0;  // a device learns it later
+  if (demands) fetch_add(s.demand, op.x_moe);
   const Submit result = submit(s.queue[phase], op, deadline_ns);
-  if (phase == kDecode && result != Submit::kQueued) fetch_add(s.demand, 0u - op.x_moe);
+  if (demands && result != Submit::kQueued) fetch_add(s.demand, 0u - op.x_moe);
   return result;
 }
 

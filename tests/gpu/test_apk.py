@@ -72,7 +72,7 @@ def random_ids(tokens: int, k: int, experts: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["prefill", "decode"])
-@pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 1000, 3000])
 @pytest.mark.parametrize("kind", ["small", "bf16"])
 def test_whole_operation_matches_float64(
     request: pytest.FixtureRequest, kind: str, tokens: int, wide: bool

@@ -63,7 +63,9 @@ def test_served_operations_match_float64(request: pytest.FixtureRequest, kind: s
     given = []
     for tokens, phase, layer in ((1, 0, 0), (64, 0, 1), (7, 1, 0), (1000, 1, 1), (1000, 0, 0)):
         op = OperationTemplate(kernel.shape, 1000, True, kernel.device)
-        operands.fill_tokens(op, 1000, random_ids(1000, kernel.shape.top_k, kernel.shape.experts))
+        ids = random_ids(1000, kernel.shape.top_k, kernel.shape.experts)
+        ids[0, 0] = 3
+        operands.fill_tokens(op, 1000, ids)
         want = operands.moe64(op, layers[layer], tokens).cpu()
         given.append((op, tokens, phase, layer, want))
     sources = [Source(kernel.shape, 1000, i) for i in range(len(given))]
@@ -108,6 +110,19 @@ def test_soak_of_several_sources(small: PersistentKernel, clients: Clients) -> N
         did = run.tallies()
         assert min(did.tiles_decode, did.tiles_prefill, did.preemptions, did.weight_bytes) > 0
         print(f"\n{sum(counts)} operations in {took:.1f} s; {did}")
+
+
+def test_long_tiles_that_decode_interrupts_all_the_time(clients: Clients) -> None:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    kernel = PersistentKernel(KernelShape(2048, 2048, 8, 4), clusters=sms // 2 - 1)
+    layers = [operands.random_layer(kernel.shape) for _ in range(2)]
+    expected = expect(kernel, layers, 3000, 1)
+    sources = [Source(kernel.shape, 3000, i) for i in range(4)]
+    most, counts = [(0, 3000), (0, 3000), (16, 0), (64, 0)], [60, 60, 1500, 1500]
+    clients.prepare(sources, most, expected, counts, gap_ns=30_000)
+    run = ResidentRun(kernel, [s.served for s in sources], layers, max_ms=MAX_MS)
+    with resident(run):
+        assert clients.run() == [(n, 0, 0) for n in counts]
 
 
 def test_stop_and_restart(small: PersistentKernel, clients: Clients) -> None:

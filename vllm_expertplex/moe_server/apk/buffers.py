@@ -123,7 +123,7 @@ class OperationBuffers:
         self.act, self.act_scales = empty(r, i, dtype=act), empty(i // 128, r, dtype=torch.float32)
         self.down = empty(r, h, dtype=torch.bfloat16)
         self.groups = torch.zeros(
-            1 + 2 * shape.experts + 3 * (shape.experts + 1), dtype=torch.int32, device=device
+            2 + 2 * shape.experts + 3 * (shape.experts + 1), dtype=torch.int32, device=device
         )
         self.struct = self._describe(operands)
 
@@ -211,7 +211,7 @@ class OperationTemplate(OperationBuffers):
             for r in rows:
                 sums.append(sums[-1] + expert_tiles(r, n, self.wide, self.shape.decode_n))
             prefix.append(sums)
-        flat = [0] * (e + 1) + list(rows) + list(row0)[: e + 1] + prefix[0] + prefix[1]
+        flat = [0] * (e + 1) + list(rows) + list(row0)[: e + 1] + prefix[0] + prefix[1] + [1]
         self.groups.copy_(torch.tensor(flat, dtype=torch.int32))
         self.row0, self.totals = list(row0), (prefix[0][-1], prefix[1][-1])
 

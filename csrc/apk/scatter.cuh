@@ -1,0 +1,249 @@
+// Scatter: token rows into expert order, by the math warps of both CTAs of a cluster.
+//
+// Every (token, expert) pair gets a place among its expert's rows. A large operation has a stage
+// that counts (places come from counters in global memory) and one that copies. In a small one each
+// CTA counts all pairs for itself, always with the same outcome, and copies its own at once.
+#pragma once
+
+#include "preempt.cuh"
+#include "rows.cuh"
+
+namespace expertplex::apk {
+
+constexpr uint32_t kMathWarps = kMathThreads / 32;
+constexpr uint32_t kPairsEach = kCountPairs / kMathThreads;  // per thread of a CTA that counts
+
+// Cluster tiles of one expert's rows, and x_moe's unit: see locate_tile() for the order.
+__host__ __device__ constexpr uint32_t expert_tiles(uint32_t rows, uint32_t n, bool wide) {
+  if (wide) {
+    const uint32_t blocks = ceil_div(rows, 128), cols = ceil_div(n, kWideN);
+    return blocks / 2 * cols + blocks % 2 * ceil_div(cols, 2);
+  }
+  return rows <= 64 ? (rows ? ceil_div(n, 4 * kDecodeN) : 0)
+                    : ceil_div(rows, 128) * ceil_div(n, 2 * kNarrowN);
+}
+
+// In the output buffers, which the row stages do not need. One expert per math thread.
+struct ScatterMemory {
+  uint32_t seen[kMathWarps][kExperts];  // by warp; or [0]: by CTA, [1]: before this CTA
+  uint32_t row0[kExperts];
+  uint32_t pair[kCountPairs];  // of a small operation: expert << 16 | place of the warp's
+  uint4 sums[kMathWarps];
+  Epoch epoch;
+  uint32_t flag;
+};
+static_assert(sizeof(ScatterMemory) <= 2 * kOutputBytes && kExperts <= kMathThreads);
+
+__device__ __forceinline__ int32_t local_expert(const Template& op, uint32_t pair, uint32_t pairs) {
+  const int32_t e = pair < pairs ? __ldcg(op.expert_ids + pair) : -1;
+  return e < static_cast<int32_t>(kExperts) ? e : -1;  // a wrong one harms no others
+}
+
+// Inclusive sums of four values over the math threads (one expert each).
+__device__ __forceinline__ uint4 scan(uint4 v, uint4* scratch) {
+  const uint32_t t = thread_index(), lane = t % 32;
+#pragma unroll
+  for (uint32_t step = 1; step < 32; step *= 2) {
+    const uint4 o{__shfl_up_sync(~0u, v.x, step), __shfl_up_sync(~0u, v.y, step),
+                  __shfl_up_sync(~0u, v.z, step), __shfl_up_sync(~0u, v.w, step)};
+    if (lane >= step) v = {v.x + o.x, v.y + o.y, v.z + o.z, v.w + o.w};
+  }
+  if (lane == 31) scratch[t / 32] = v;
+  sync_threads<kMathThreads>(1);
+  for (uint32_t w = 0; w < t / 32; ++w)
+    v = {v.x + scratch[w].x, v.y + scratch[w].y, v.z + scratch[w].z, v.w + scratch[w].w};
+  return v;
+}
+
+// Rows of expert t -> sums up to it: rows (padded), tiles of GateUp and of Down, x_moe.
+__device__ __forceinline__ uint4 place_experts(uint32_t rows, bool wide, uint4* scratch) {
+  return scan({ceil_div(rows, 64) * 64, expert_tiles(rows, gemm_n(kGateUp), wide),
+               expert_tiles(rows, gemm_n(kDown), wide), ceil_div(rows, wide ? 128 : 64)},
+              scratch);
+}
+
+// All math threads of one CTA: tells the later stages, and the scheduler. True, in one thread: a
+// check epoch is due.
+__device__ __forceinline__ bool lay_out(State& s, const TileMessage& m, Groups& g, uint32_t rows,
+                                        const uint4& end) {
+  const uint32_t t = thread_index();
+  if (t < kExperts) {
+    g.rows[t] = rows;
+    g.row0[t + 1] = end.x;
+    g.tiles[kGateUp][t + 1] = end.y;
+    g.tiles[kDown][t + 1] = end.z;
+  }
+  if (t == 0) g.row0[0] = g.tiles[kGateUp][0] = g.tiles[kDown][0] = 0;
+  if (t != kExperts - 1) return false;
+  Slot& slot = s.queue[m.tile.phase].slot[m.tile.slot];
+  set_tiles(slot, kStageGateUp, end.y);
+  set_tiles(slot, kStageDown, end.z);
+  const uint32_t items = activate_items(m.tokens(), end.x);
+  g.activate_items = items;
+  set_tiles(slot, kActivate, end.w ? ceil_div(m.tokens() * kTopK, items * kWarpsPerCluster) : 0);
+  return m.tile.phase == kDecode && set_demand_changes(s, slot, end.w);
+}
+
+// One thread has found that a check epoch is due: all math threads of its CTA announce it.
+__device__ __forceinline__ void announce_if(State& s, bool due, ScatterMemory& mem) {
+  const uint32_t t = thread_index();
+  if (t == 0) mem.flag = 0;
+  sync_threads<kMathThreads>(1);
+  if (due) {
+    mem.epoch = draw_epoch(s, global_ns());
+    mem.flag = 1;
+  }
+  sync_threads<kMathThreads>(1);
+  if (mem.flag) announce_epoch(s, mem.epoch, t, kMathThreads);
+}
+
+// Counting stage: each pair's place among its expert's rows; the last CTA to finish lays out rows
+// and tiles.
+__device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const Template& op,
+                                           uint32_t rank, ScatterMemory& mem) {
+  const uint32_t t = thread_index(), pairs = m.tokens() * kTopK;
+  uint32_t *seen = mem.seen[0], *base = mem.seen[1];
+  for (uint32_t e = t; e < kExperts; e += kMathThreads) seen[e] = 0;
+  sync_threads<kMathThreads>(1);
+  const uint32_t first = (m.tile.ticket * kCluster + rank) * kCountPairs;
+  int32_t expert[kPairsEach];
+  uint32_t place[kPairsEach];
+#pragma unroll
+  for (uint32_t i = 0; i < kPairsEach; ++i)
+    expert[i] = local_expert(op, first + i * kMathThreads + t, pairs);
+#pragma unroll
+  for (uint32_t i = 0; i < kPairsEach; ++i)
+    place[i] = expert[i] >= 0 ? atomicAdd(seen + expert[i], 1u) : 0;
+  sync_threads<kMathThreads>(1);
+  for (uint32_t e = t; e < kExperts; e += kMathThreads)
+    base[e] = seen[e] ? atomicAdd(op.groups->counting + e, seen[e]) : 0;
+  sync_threads<kMathThreads>(1);
+#pragma unroll
+  for (uint32_t i = 0; i < kPairsEach; ++i) {
+    const uint32_t pair = first + i * kMathThreads + t;
+    if (pair < pairs) op.position[pair] = expert[i] >= 0 ? base[expert[i]] + place[i] : kNoRow;
+  }
+  Groups& g = *op.groups;
+  if (t == 0) {
+    const Slot& slot = s.queue[m.tile.phase].slot[m.tile.slot];
+    mem.flag = fetch_add(g.counted, 1u) + 1 == slot.op.tiles[kCount] * kCluster;
+  }
+  sync_threads<kMathThreads>(1);
+  if (!mem.flag) return;
+  const uint32_t rows = t < kExperts ? __ldcg(g.counting + t) : 0;
+  const uint4 end = place_experts(rows, m.wide(), mem.sums);
+  if (t < kExperts) g.counting[t] = 0;
+  if (t == 0) g.counted = 0;
+  announce_if(s, lay_out(s, m, g, rows, end), mem);
+}
+
+// This warp's pairs: rows of tokens and their scales to where `row_of(pair)` says, which one lane
+// each asks. A token is read once for all its experts here.
+template <class RowOf>
+__device__ __forceinline__ void copy_pairs(const TileMessage& m, const Template& op, uint32_t rank,
+                                           RowOf row_of) {
+  constexpr uint32_t kRowBytes = kHidden * kElementBytes, kChunks = kRowBytes / 16;
+  constexpr uint32_t kAtOnce = 4;  // per lane; more costs the GEMM's mainloop its registers
+  const uint32_t lane = thread_index() % 32;
+  uint32_t first, last;
+  warp_range(m, rank, m.tokens() * kTopK, m.items(), first, last);
+  while (first < last) {
+    const uint32_t token = first / kTopK, end = min(last, (token + 1) * kTopK), pairs = end - first;
+    uint32_t row = kNoRow;
+    if (lane < pairs) {
+      row = row_of(first + lane);
+      op.row_of[first + lane] = row;
+    }
+    const uint32_t present = __ballot_sync(~0u, row != kNoRow);
+    if (present) {
+      const uint4* src =
+          reinterpret_cast<const uint4*>(op.tokens + static_cast<size_t>(token) * kRowBytes);
+      for (uint32_t c = lane; c < ceil_div(kChunks, kAtOnce * 32) * kAtOnce * 32;
+           c += kAtOnce * 32) {
+        uint4 v[kAtOnce];
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i)
+          if (c + i * 32 < kChunks) v[i] = __ldcg(src + c + i * 32);
+        for (uint32_t p = present; p; p &= p - 1) {
+          const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
+          uint4* dst = reinterpret_cast<uint4*>(op.rows + static_cast<size_t>(to) * kRowBytes);
+#pragma unroll
+          for (uint32_t i = 0; i < kAtOnce; ++i)
+            if (c + i * 32 < kChunks) __stcg(dst + c + i * 32, v[i]);
+        }
+      }
+      if constexpr (kFp8) {
+        for (uint32_t k = lane; k < ceil_div(kHidden / 128, 32) * 32; k += 32) {
+          const float scale =
+              k < kHidden / 128 ? __ldcg(op.token_scales + token * (kHidden / 128) + k) : 0;
+          for (uint32_t p = present; p; p &= p - 1) {
+            const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
+            if (k < kHidden / 128)
+              op.row_scales[static_cast<size_t>(k) * op.row_capacity + to] = scale;
+          }
+        }
+      }
+    }
+    first = end;
+  }
+  fence_async_global();
+}
+
+// Copying stage of a large operation.
+__device__ __forceinline__ void copy_tile(const TileMessage& m, const Template& op, uint32_t rank) {
+  copy_pairs(m, op, rank, [&](uint32_t pair) {
+    const uint32_t place = __ldcg(op.position + pair);
+    return place == kNoRow ? kNoRow
+                           : __ldcg(op.groups->row0 + __ldcg(op.expert_ids + pair)) + place;
+  });
+}
+
+// The whole scatter of a small operation. Warp w has pairs [w, w + 1) * each * 32, in order, so
+// places are the same in every CTA.
+__device__ __forceinline__ void scatter_tile(State& s, const TileMessage& m, const Template& op,
+                                             uint32_t rank, ScatterMemory& mem) {
+  const uint32_t t = thread_index(), lane = t % 32, warp = t / 32;
+  const uint32_t pairs = m.tokens() * kTopK, each = ceil_div(pairs, kMathThreads);
+  const uint32_t first = warp * each * 32;
+  int32_t expert[kPairsEach];
+#pragma unroll
+  for (uint32_t i = 0; i < kPairsEach; ++i)
+    expert[i] = i < each ? local_expert(op, first + i * 32 + lane, pairs) : -1;
+  for (uint32_t e = lane; e < kExperts; e += 32) mem.seen[warp][e] = 0;
+  __syncwarp();
+#pragma unroll
+  for (uint32_t i = 0; i < kPairsEach; ++i) {
+    if (i >= each) break;
+    const uint32_t alike = __match_any_sync(~0u, expert[i]), before = alike & ((1u << lane) - 1);
+    uint32_t* seen = expert[i] >= 0 ? &mem.seen[warp][expert[i]] : nullptr;
+    const uint32_t place = (seen ? *seen : 0) + __popc(before);
+    __syncwarp();
+    if (seen && before == 0) *seen += __popc(alike);
+    __syncwarp();
+    const uint32_t pair = first + i * 32 + lane;
+    if (pair < pairs)
+      mem.pair[pair] = seen ? static_cast<uint32_t>(expert[i]) << 16 | place : kNoRow;
+  }
+  sync_threads<kMathThreads>(1);
+  uint32_t rows = 0;
+  if (t < kExperts) {
+#pragma unroll
+    for (uint32_t w = 0; w < kMathWarps; ++w) {
+      const uint32_t here = mem.seen[w][t];
+      mem.seen[w][t] = rows;
+      rows += here;
+    }
+  }
+  const uint4 end = place_experts(rows, m.wide(), mem.sums);
+  if (t < kExperts) mem.row0[t] = end.x - ceil_div(rows, 64) * 64;
+  const bool tells = m.tile.ticket == 0 && rank == 0;
+  const bool due = tells && lay_out(s, m, *op.groups, rows, end);
+  sync_threads<kMathThreads>(1);
+  copy_pairs(m, op, rank, [&](uint32_t pair) {
+    const uint32_t at = mem.pair[pair], e = at >> 16;
+    return at == kNoRow ? kNoRow : mem.row0[e] + mem.seen[pair / (each * 32)][e] + (at & 0xffff);
+  });
+  if (tells) announce_if(s, due, mem);
+}
+
+}  // namespace expertplex::apk
