@@ -26,6 +26,7 @@ def parser() -> FlexibleArgumentParser:
 def parse(parser: FlexibleArgumentParser, monkeypatch: pytest.MonkeyPatch) -> Parse:
     for name in shared._ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # set by what is tested; undone afterwards
 
     def parse(*arguments: str) -> argparse.Namespace:
         return parser.parse_args(["model", "--executor", "asyncep", *arguments])

@@ -45,7 +45,6 @@ class AsyncEPCPUWorker(CPUWorker):
         rest = sum(p.numel() * p.element_size() for p in self._other_parameters(layers))
         held = rest + self.weights.resident_bytes
         write_record(run_dir(), ServerRecord.of(me, self.vllm_config, held, self.weights.names))
-        self._warm_up_logprobs()
         self._measure().write(run_dir(), me)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -61,15 +60,6 @@ class AsyncEPCPUWorker(CPUWorker):
         routed = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
         model = self.model_runner.get_model()
         return [p for p in model.parameters() if id(p) not in routed]
-
-    def _warm_up_logprobs(self) -> None:
-        """Nearly every request here asks for logprobs, which vLLM compiles for when it first does:
-        seconds, in the first answer.
-        """
-        sampler = getattr(self.model_runner, "sampler", None)  # pooling models have none
-        if sampler is not None:
-            logits = torch.zeros(2, self.vllm_config.model_config.get_vocab_size())
-            sampler.gather_logprobs(logits, 1, torch.zeros(2, dtype=torch.int64))
 
     def _measure(self) -> Speed:
         """Time the gather of a layer, and a forward pass whose experts are all there."""
