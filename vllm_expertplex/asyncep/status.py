@@ -3,13 +3,14 @@
 Owns: reading its counters and putting them in those two forms. Must not know: how they come about.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from vllm_expertplex import metrics
 from vllm_expertplex.asyncep.client import AsyncEPClient
+from vllm_expertplex.serve.status import samples
 
 
 class AsyncEPReporter:
@@ -66,18 +67,11 @@ class AsyncEPReporter:
     def collect(self) -> Iterator[Metric]:
         client, rows = self._client, self._rows()
 
-        def each(metric: metrics.Metric, values: Iterable[tuple[tuple[Any, ...], float]]) -> Metric:
-            kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-            family = kind(metric.name, metric.help, labels=metric.labels)
-            for labels, value in values:
-                family.add_metric([str(label) for label in labels], value)
-            return family
-
         def per_server(metric: metrics.Metric, field: str, unit: float = 1.0) -> Metric:
-            return each(metric, (((r["role"], r["rank"]), r[field] * unit) for r in rows))
+            return samples(metric, (((r["role"], r["rank"]), r[field] * unit) for r in rows))
 
         alive = [r for r in rows if r["state"] == "ready"]
-        yield each(
+        yield samples(
             metrics.SERVER_INFO,
             (((r["role"], r["rank"], r["engine"], r["pid"], r["device"]), 1.0) for r in alive),
         )
@@ -89,6 +83,6 @@ class AsyncEPReporter:
         yield per_server(metrics.GATHER_SECONDS, "gather_ns", 1e-9)
         yield per_server(metrics.GATHERED_BYTES, "gathered_bytes")
         yield per_server(metrics.GATHER_WAIT_SECONDS, "waited_ns", 1e-9)
-        yield each(metrics.THRESHOLD_FLOPS, [((), client.deployment.threshold.flops)])
-        yield each(metrics.HELD_REQUESTS, [((), client.frontend.held)])
-        yield each(metrics.BATCHES, [((), client.batches)])
+        yield samples(metrics.THRESHOLD_FLOPS, [((), client.deployment.threshold.flops)])
+        yield samples(metrics.HELD_REQUESTS, [((), client.frontend.held)])
+        yield samples(metrics.BATCHES, [((), client.batches)])

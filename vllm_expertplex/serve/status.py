@@ -51,6 +51,18 @@ def attach(app: Any) -> None:
         return _reporter.status()
 
 
+def samples(
+    metric: metrics.Metric, values: Iterable[tuple[tuple[Any, ...], float | None]]
+) -> Metric:
+    """The values of `metric` by labels, as prometheus_client wants them; None is no value."""
+    kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+    family = kind(metric.name, metric.help, labels=metric.labels)
+    for labels, value in values:
+        if value is not None:
+            family.add_metric([str(label) for label in labels], value)
+    return family
+
+
 def servers(client: ExpertPlexClient) -> list[dict[str, Any]]:
     """One row per server; bytes, blocks and tokens as plain numbers, None where it has none."""
     deployment = client.deployment
@@ -113,20 +125,10 @@ class ExpertPlexReporter:
         client = self._client
         rows = servers(client)
 
-        def each(
-            metric: metrics.Metric, values: Iterable[tuple[tuple[Any, ...], float | None]]
-        ) -> Metric:
-            kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-            family = kind(metric.name, metric.help, labels=metric.labels)
-            for labels, value in values:
-                if value is not None:
-                    family.add_metric([str(label) for label in labels], value)
-            return family
-
         def per_server(metric: metrics.Metric, field: str) -> Metric:
-            return each(metric, (((r["role"], r["rank"]), r[field]) for r in rows))
+            return samples(metric, (((r["role"], r["rank"]), r[field]) for r in rows))
 
-        yield each(
+        yield samples(
             metrics.SERVER_INFO,
             (
                 (
@@ -147,17 +149,19 @@ class ExpertPlexReporter:
         yield per_server(metrics.KV_BLOCKS, "kv_blocks")
         yield per_server(metrics.KV_BLOCKS_USED, "kv_blocks_used")
         yield per_server(metrics.TOKENS, "tokens")
-        yield each(metrics.REQUESTS, (((state,), n) for state, n in client.table.count().items()))
-        yield each(metrics.RELEASED, [((), client.table.released)])
-        yield each(metrics.HANDOFFS, [((), client.table.handoffs)])
-        yield each(metrics.HANDOFF_SECONDS, [((), client.table.handoff_s)])
-        yield from self._moe_servers(each)
-        yield from self._remote_layers(each)
+        yield samples(
+            metrics.REQUESTS, (((state,), n) for state, n in client.table.count().items())
+        )
+        yield samples(metrics.RELEASED, [((), client.table.released)])
+        yield samples(metrics.HANDOFFS, [((), client.table.handoffs)])
+        yield samples(metrics.HANDOFF_SECONDS, [((), client.table.handoff_s)])
+        yield from self._moe_servers()
+        yield from self._remote_layers()
 
-    def _moe_servers(self, each: Any) -> Iterator[Metric]:
+    def _moe_servers(self) -> Iterator[Metric]:
         deployment = self._client.deployment
         boards = list(zip(deployment.layout.moe_servers, deployment.boards, strict=True))
-        yield each(
+        yield samples(
             metrics.HEARTBEAT_AGE,
             (((s.role, s.rank), max(0.0, board.heartbeat_age_s())) for s, board in boards),
         )
@@ -166,16 +170,16 @@ class ExpertPlexReporter:
             for s, board in boards
             for phase, number in PHASES.items()
         ]
-        yield each(metrics.MOE_OPERATIONS, ((key, c["operations"]) for key, c in counters))
-        yield each(metrics.MOE_BUSY_SECONDS, ((key, c["busy_ns"] * 1e-9) for key, c in counters))
+        yield samples(metrics.MOE_OPERATIONS, ((key, c["operations"]) for key, c in counters))
+        yield samples(metrics.MOE_BUSY_SECONDS, ((key, c["busy_ns"] * 1e-9) for key, c in counters))
         values = [((s.role, s.rank), board.backend_counters()) for s, board in boards]
         for index, (name, divisor, text) in enumerate(COUNTERS):
-            yield each(
+            yield samples(
                 metrics.backend_metric(name, text),
                 ((key, counted[index] / divisor) for key, counted in values),
             )
 
-    def _remote_layers(self, each: Any) -> Iterator[Metric]:
+    def _remote_layers(self) -> Iterator[Metric]:
         deployment = self._client.deployment
         if not deployment.slots:
             return  # on GPUs, where nobody on the host sees a layer
@@ -184,10 +188,10 @@ class ExpertPlexReporter:
             ((s.role, s.rank), deployment.slots[s.name, first].counters())
             for s in deployment.layout.attention_servers
         ]
-        yield each(metrics.MOE_LAYERS, ((key, c["operations"]) for key, c in counters))
+        yield samples(metrics.MOE_LAYERS, ((key, c["operations"]) for key, c in counters))
         for metric, field in (
             (metrics.DISPATCH_SECONDS, "dispatch_ns"),
             (metrics.WAIT_SECONDS, "wait_ns"),
             (metrics.COMBINE_SECONDS, "combine_ns"),
         ):
-            yield each(metric, ((key, c[field] * 1e-9) for key, c in counters))
+            yield samples(metric, ((key, c[field] * 1e-9) for key, c in counters))
