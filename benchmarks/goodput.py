@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from _report import Row, write
 from rich.console import Console
 from rich.table import Table
 from slo import client, search, systems, workload
+from slo.systems import interrupt_on_sigterm
 from transformers import AutoTokenizer
 
 from vllm_expertplex.planner.workload import Targets
@@ -38,24 +40,46 @@ class Measured(NamedTuple):
     probes: list[search.Probe]
 
 
+class Load(NamedTuple):
+    """What is sent at any rate: at least so many requests, for at least so long."""
+
+    workload: str
+    requests: int
+    seconds: float
+    seed: int
+
+    def file(self, rate: float, setup: systems.Setup, tokenizer: Any) -> tuple[Path, int]:
+        """The requests of one rate, and how many; all systems get the same."""
+        count = max(self.requests, math.ceil(rate * self.seconds))
+        path = setup.logs / f"requests-{count}.jsonl"
+        if not path.exists():
+            longest = setup.max_model_len
+            given = (self.workload, count, longest, self.seed, console.print)
+            workload.write_requests(path, tokenizer, *given)
+        return path, count
+
+
 def measure(
-    name: str, setup: systems.Setup, data: Path, count: int, targets: Targets, start: float
+    name: str, setup: systems.Setup, load: Load, targets: Targets, start: float
 ) -> Measured:
+    tokenizer = AutoTokenizer.from_pretrained(setup.model)
     with systems.SYSTEMS[name](setup) as running:
         console.print(f"{name}: started in {running.start_s:.0f} s, KV {running.kv_tokens} tokens")
         log = setup.logs / f"{name}-client.log"
 
-        def probe(rate: float, requests: int = count) -> search.Attainment:
+        def probe(rate: float, most: int | None = None) -> search.Attainment:
+            data, count = load.file(rate, setup, tokenizer)
+            count = min(count, most or count)
             result = setup.logs / f"{name}-{rate:g}.json"
-            given = (running.base_url, systems.MODEL_NAME, setup.model, data, rate, requests)
+            given = (running.base_url, systems.MODEL_NAME, setup.model, data, rate, count)
             met = search.attainment(client.run(log, *given, result), targets)
             console.print(
                 f"{name} at {rate:.3g}/s: TTFT {met.ttft:.0%}, TPOT {met.tpot:.0%}, "
-                f"both {met.both:.0%}"
+                f"both {met.both:.0%} of {count}"
             )
             return met
 
-        probe(start, min(count, 16))  # first use compiles kernels
+        probe(start, 16)  # first use compiles kernels
         best, probes = search.goodput(probe, start)
     return Measured(best, running.kv_tokens, running.start_s, probes)
 
@@ -117,7 +141,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--systems", default=",".join(systems.SYSTEMS))
     parser.add_argument("--layout", default="1P1D1E", help="of ExpertPlex")
     parser.add_argument("--colocated", choices=("tp", "dp"), default="tp", help="of vLLM's modes")
-    parser.add_argument("--requests", type=int, default=200, help="per rate")
+    parser.add_argument("--requests", type=int, default=200, help="per rate, at least")
+    parser.add_argument("--seconds", type=float, default=60, help="of load per rate, at least")
     parser.add_argument("--start", type=float, default=1.0, help="first rate to try")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
@@ -132,26 +157,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     options, serve_options = parse(sys.argv[1:])
+    interrupt_on_sigterm()  # so that its servers end with it
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        data = out / "requests.jsonl"
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        workload.write_requests(
-            *(data, tokenizer, options.workload, options.requests),
-            *(options.max_model_len, options.seed, console.print),
-        )
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         setup = systems.Setup(
             *(options.model.resolve(), out, gpus, options.layout, options.colocated),
             options.max_model_len,
             ("--max-model-len", str(options.max_model_len), *serve_options),
         )
+        load = Load(options.workload, options.requests, options.seconds, options.seed)
         targets, found = Targets(options.ttft, options.tpot), {}
         for name in options.systems:
             begun = datetime.datetime.now()
-            given = (setup, data, options.requests, targets, options.start)
-            found[name] = measure(name, *given)
+            found[name] = measure(name, setup, load, targets, options.start)
             console.print(f"{name}: {(datetime.datetime.now() - begun).seconds} s")
         show(found)
         if options.out:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from e2e.server import MODEL_NAME, Server, free_port, serve
+from e2e.server import MODEL_NAME, Server, free_port, interrupt_on_sigterm, serve
 
-__all__ = ["MODEL_NAME", "SYSTEMS", "Running", "Setup"]
+__all__ = ["MODEL_NAME", "SYSTEMS", "Running", "Setup", "interrupt_on_sigterm"]
 
 
 class Setup(NamedTuple):
@@ -93,6 +93,7 @@ def pdd(setup: Setup) -> Iterator[Running]:
                 "kv_connector": "NixlConnector",
                 "kv_role": role,
                 "kv_buffer_device": "cuda" if setup.gpus else "cpu",
+                "kv_connector_extra_config": {"num_threads": 4 if setup.gpus else 0},
             }
             gpus = range(index * half, (index + 1) * half)
             environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
