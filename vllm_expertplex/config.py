@@ -6,7 +6,7 @@ Must not know: processes, tensors, vLLM.
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -80,11 +80,22 @@ class ServerSettings(msgspec.Struct, frozen=True):
         return None if raw is None else msgspec.convert(raw, cls)
 
 
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
 def load_config(path: str | None, **overrides: Any) -> ExpertPlexConfig:
     """Read a JSON or TOML file (None: defaults) and apply the options that are not None.
 
     Raises ValueError that names the file, the option and what was expected.
     """
+    return load_options(ExpertPlexConfig, "expertplex", path, overrides)
+
+
+def load_options(
+    kind: type[Options], executor: str, path: str | None, overrides: dict[str, Any]
+) -> Options:
+    """`load_config` for the options of any executor, whose names begin with --`executor`."""
+    where = f"--{executor}-config {path}" if path else f"--{executor}-* options"
     values: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
@@ -93,18 +104,17 @@ def load_config(path: str | None, **overrides: Any) -> ExpertPlexConfig:
             values = decode(file.read_bytes(), type=dict[str, Any])
         except OSError as error:
             raise ValueError(
-                f"--expertplex-config {path}: {error.strerror}; give a readable JSON or TOML file"
+                f"{where}: {error.strerror}; give a readable JSON or TOML file"
             ) from None
         except msgspec.DecodeError as error:
             raise ValueError(
-                f"--expertplex-config {path}: {error}; expected a JSON or TOML table of options"
+                f"{where}: {error}; expected a JSON or TOML table of options"
             ) from None
     values |= {name: value for name, value in overrides.items() if value is not None}
     try:
-        return msgspec.convert(values, ExpertPlexConfig)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        options = ", ".join(ExpertPlexConfig.__struct_fields__)
-        where = f"--expertplex-config {path}" if path else "--expertplex-* options"
+        options = ", ".join(kind.__struct_fields__)
         raise ValueError(f"{where}: {error}; the options are: {options}") from None
 
 

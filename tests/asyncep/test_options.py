@@ -104,11 +104,12 @@ def test_pooling_models_are_served(parse: Parse) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", '{"gpu": 2}', '{"gamma": 0.5}', "[]"])
-def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
+def test_a_bad_file_is_named(
+    parse: Parse, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
     file = tmp_path / "c.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"c\.json"):
-        options.load_config(str(file), None)
+    assert f"--asyncep-config {file}: " in _refused(parse("--asyncep-config", str(file)), capsys)
 
 
 def test_without_kv_its_opposites_are_refused(

@@ -5,12 +5,10 @@ Owns: its options, and what of vLLM's is refused. Must not know: processes.
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from vllm_expertplex.asyncep.config import AsyncEPConfig, AsyncEPSettings
+from vllm_expertplex.config import load_options
 from vllm_expertplex.serve import options as shared
 
 # What differs from ExpertPlex: one role, whose scheduler, KV and tasks are vLLM's own.
@@ -74,36 +72,12 @@ def set_up(args: argparse.Namespace) -> int:
         if getattr(args, option, None) is not None:
             shared.error(f"--{option.replace('_', '-')} needs --executor expertplex")
     try:
-        config = load_config(args.asyncep_config, args.asyncep_gpus)
+        given = {"gpus": args.asyncep_gpus}
+        config = load_options(AsyncEPConfig, "asyncep", args.asyncep_config, given)
     except ValueError as invalid:
         shared.error(str(invalid))
     _apply(args, config)
     return config.threads or max(1, len(os.sched_getaffinity(0)) // config.gpus)
-
-
-def load_config(path: str | None, gpus: int | None) -> AsyncEPConfig:
-    """Read a JSON or TOML file (None: defaults); `gpus` overrides its value.
-
-    Raises ValueError that names the file, the option and what was expected.
-    """
-    where = f"--asyncep-config {path}" if path else "--asyncep-* options"
-    values: dict[str, Any] = {}
-    if path is not None:
-        file = Path(path)
-        decode = msgspec.toml.decode if file.suffix == ".toml" else msgspec.json.decode
-        try:
-            values = decode(file.read_bytes(), type=dict[str, Any])
-        except OSError as error:
-            raise ValueError(f"{where}: {error.strerror}; give a JSON or TOML file") from None
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{where}: {error}; expected a JSON or TOML table") from None
-    if gpus is not None:
-        values["gpus"] = gpus
-    try:
-        return msgspec.convert(values, AsyncEPConfig)
-    except msgspec.ValidationError as error:
-        known = ", ".join(AsyncEPConfig.__struct_fields__)
-        raise ValueError(f"{where}: {error}; the options are: {known}") from None
 
 
 def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
