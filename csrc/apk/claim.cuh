@@ -14,7 +14,7 @@ namespace expertplex::apk {
 // What the leader knows of the stage it is working on. Shared memory, one warp's own.
 struct StageCache {
   uint32_t tiles[kExperts + 1], rows[kExperts], row0[kExperts];
-  uint32_t where;   // template:11 | wide:1 | layer << 16
+  uint32_t where;   // template:10 | merged:1 | wide:1 | layer << 16
   uint32_t tokens;  // of the operation
   uint32_t items;   // of a row stage: a warp's per tile
 };
@@ -63,7 +63,7 @@ __device__ __forceinline__ void learn_stage(const State& s, const Template* temp
     cache.tokens = tokens_of(op.user);
   }
   __syncwarp();
-  const Groups& g = *templates[cache.where & 0x7ff].groups;
+  const Groups& g = *templates[cache.where & 0x3ff].groups;
   if (tile.stage != kStageGateUp && tile.stage != kStageDown) {
     if (lane == 0)
       cache.items = tile.stage == kActivate ? __ldcg(&g.activate_items)

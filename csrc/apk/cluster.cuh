@@ -2,6 +2,7 @@
 #pragma once
 
 #include "claim.cuh"
+#include "scheduler/coalesce.h"
 
 namespace expertplex::apk {
 
@@ -16,11 +17,14 @@ struct SharedMemory {
   Barrier claim_next;                           // one phase per tile: the leader may claim the next
   Claimer claimer;                              // the leader's
   StageCache known;
-  Tally tally;             // the leader's
-  uint64_t deadline;       // %globaltimer; 0 ends every wait of this CTA
-  uint64_t tile_deadline;  // the same, for the leader's waits on its tiles
-  Operation arriving;      // the controller's
-  uint32_t ended;          // 1: this CTA has received the stop message
+  Tally tally;                  // the leader's
+  uint64_t deadline;            // %globaltimer; 0 ends every wait of this CTA
+  uint64_t tile_deadline;       // the same, for the leader's waits on its tiles
+  Operation arriving;           // the controller's
+  Coalescer coalescer;          // the same
+  uint64_t waiting[kMaxSlots];  // the same: ready words of slots whose operation is not submitted
+  Served served;                // the same
+  uint32_t ended;               // 1: this CTA has received the stop message
   uint64_t began[kRing];
   uint32_t peer_finished;  // tiles the other CTA has finished, kept in the leader
 };
@@ -68,9 +72,13 @@ __device__ __forceinline__ void report(const Launch& p, uint32_t reason, const R
 
 // One thread: an operation has ended, its results are visible to this GPU; tells who waits for it.
 __device__ __forceinline__ void publish(const Launch& p, const Operation& op, uint64_t now) {
-  const uint32_t identity = identity_of(op.user);
-  if (p.slots)
-    store_release_system(p.slots[template_of(op.user)].done, identity);
+  const uint32_t identity = identity_of(op.user), first = template_of(op.user);
+  if (p.slots && is_merged(op.user)) {
+    const Members& g = p.members[first];
+    for (uint32_t i = __ldcg(&g.count); i-- > 0;)  // the first last: then the list may change
+      store_release_system(p.slots[__ldcg(&g.slot[i])].done, __ldcg(&g.seq[i]));
+  } else if (p.slots)
+    store_release_system(p.slots[first].done, identity);
   else if (p.times)
     store_release(p.times[identity].done, now);
 }

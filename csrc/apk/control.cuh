@@ -5,19 +5,11 @@
 // servers write into, until it is told to stop. Both submit to the tile scheduler in the same way.
 #pragma once
 
-#include "cluster.cuh"
+#include "serve.cuh"
 
 namespace expertplex::apk {
 
-constexpr uint64_t kCheckNs = 1'000'000;  // between looks for operations that are overdue
-constexpr uint64_t kTellNs = 1'000'000;   // between what the host is told of a cluster
-
-// The whole controller warp, after one or more operations have been put into a phase's queue.
-__device__ __forceinline__ void tell_workers(State& s, uint32_t phase, uint64_t now) {
-  if (phase == kDecode) announce_all(s, now);
-  if (threadIdx.x % 32 == 0) wake(s);
-  __syncwarp();
-}
+constexpr uint64_t kTellNs = 1'000'000;  // between what the host is told of a cluster
 
 // A finite run's controller: each operation of the list when it is due.
 __device__ __forceinline__ void replay(SharedMemory& sh, const Launch& p, uint64_t start_ns) {
@@ -49,76 +41,10 @@ __device__ __forceinline__ void replay(SharedMemory& sh, const Launch& p, uint64
   }
 }
 
-// One thread: what a slot's ready word says, into the queue. One that cannot be served is reported
-// and left undone: only the attention server that wrote it waits in vain.
-__device__ __forceinline__ void submit_ready(SharedMemory& sh, const Launch& p, uint32_t index,
-                                             uint64_t word, uint32_t phase, uint64_t now) {
-  const ServedSlot& slot = p.slots[index];
-  const uint32_t layer = word >> 20 & 0x7ff, tokens = word & 0xfffff;
-  Operation& op = sh.arriving;
-  op.sources = uint64_t{1} << slot.source;
-  op.user = handle(index, phase == kPrefill, tokens, word >> 32);
-  op.layer = layer;
-  op.x_moe = 0;  // until counted
-  set_stages(op);
-  Submit result = Submit::kFull;
-  if (layer < p.n_layers && tokens <= slot.max_tokens)
-    result = enqueue(*p.state, phase, op, p.operation_ns ? now + p.operation_ns : ~0ull);
-  if (result == Submit::kNothingToDo) publish(p, op, now);
-  if (result != Submit::kFull) return;
-  report(p, kNotAnOperation, {.phase = phase, .layer = layer, .slot = index, .count = tokens});
-}
-
-__device__ __forceinline__ void check_overdue(const Launch& p, uint64_t now) {
-  Overdue late;
-  if (!find_overdue(*p.state, now, late)) return;
-  report(p, kOverdue,
-         {.phase = late.phase,
-          .stage = late.stage,
-          .layer = late.layer,
-          .ticket = late.claimed,
-          .slot = lowest_bit(late.sources),
-          .count = late.unfinished});
-  raise(p.state->stop, static_cast<uint32_t>(kAbort));  // watch() tells the others
-}
-
-// A resident run's controller: lane i has slot i.
-__device__ __forceinline__ void serve(SharedMemory& sh, const Launch& p) {
-  const uint32_t lane = threadIdx.x % 32;
-  ServedSlot* mine = lane < p.n_slots ? p.slots + lane : nullptr;
-  const uint64_t* ready = mine ? mine->ready : nullptr;
-  uint32_t seen = mine ? mine->seen : 0;
-  uint64_t check_at = 0;
-  while (true) {
-    const uint32_t request = load_relaxed(*p.request);
-    const uint64_t word = mine ? load_acquire_system(ready) : uint64_t{seen} << 32;
-    if (request != kRun) return;
-    const uint64_t now = global_ns();
-    for (uint32_t phase = 0; phase < kPhases; ++phase) {  // the most urgent first
-      const bool fresh = word >> 32 != seen && (word >> 31 & 1) == phase;
-      const uint32_t slots = __ballot_sync(~0u, fresh);
-      if (slots == 0) continue;
-      for (uint32_t rest = slots; rest; rest &= rest - 1) {
-        const uint32_t index = lowest_bit(rest);
-        const uint64_t its = __shfl_sync(~0u, word, index);
-        if (lane == 0) submit_ready(sh, p, index, its, phase, now);
-        __syncwarp();
-      }
-      tell_workers(*p.state, phase, now);
-      if (fresh) mine->seen = seen = word >> 32;
-    }
-    if (p.operation_ns && now >= check_at) {
-      check_at = now + kCheckNs;
-      if (lane == 0) check_overdue(p, now);
-      __syncwarp();
-    }
-  }
-}
-
 // Warp 11 of CTA 0: the controller. Nothing is submitted after the drain has been announced.
 __device__ __forceinline__ void control(SharedMemory& sh, const Launch& p, uint64_t start_ns) {
   if (p.slots)
-    serve(sh, p);
+    serve(sh, p, gridDim.x / kCluster);
   else
     replay(sh, p, start_ns);
   stop_workers(*p.state, kDrain);

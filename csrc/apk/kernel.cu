@@ -213,15 +213,15 @@ __device__ __forceinline__ void compute(SharedMemory& sh, const Launch& p, uint3
       if (rank == 0 && threadIdx.x == 0) sh.claim_next.arrive();
       auto& scratch = *reinterpret_cast<ScatterMemory*>(sh.gemm.output);
       if (m.tile.stage == kCount) {
-        count_tile(*p.state, m, op, rank, scratch);
+        count_tile(p, m, op, rank, scratch);
       } else if (m.tile.stage == kCopy && counts_itself(m.tokens())) {
-        scatter_tile(*p.state, m, op, rank, scratch);
+        scatter_tile(p, m, op, rank, scratch);
       } else if (m.tile.stage == kCopy) {
-        copy_tile(m, op, rank);
+        copy_tile(p, m, op, rank);
       } else if (m.tile.stage == kActivate) {
         activate_tile(m, op, rank);
       } else if (m.tile.stage == kGather) {
-        gather_tile(m, op, rank);
+        gather_tile(p, m, op, rank);
       } else {  // kHang
         while (global_ns() < *static_cast<volatile uint64_t*>(&sh.deadline)) __nanosleep(1000);
       }
@@ -301,4 +301,5 @@ extern "C" __device__ const uint32_t expertplex_apk_sizes[] = {
     sizeof(expertplex::apk::Arrival),    sizeof(expertplex::apk::TileTime),
     sizeof(expertplex::apk::Launch),     sizeof(expertplex::apk::SharedMemory),
     sizeof(expertplex::Config),          sizeof(expertplex::apk::Times),
-    sizeof(expertplex::apk::ServedSlot), sizeof(expertplex::apk::Report)};
+    sizeof(expertplex::apk::ServedSlot), sizeof(expertplex::apk::Report),
+    sizeof(expertplex::apk::Members)};

@@ -75,14 +75,15 @@ struct alignas(16) TileMessage {
   uint32_t row;     // this CTA's first row of a GEMM tile; else a warp's items
   uint32_t col;     // this CTA's first column of a GEMM tile
   uint32_t packed;  // of a GEMM tile: valid rows | expert << 8 | shape << 24; else tokens
-  uint32_t where;   // template:11 | wide:1 | layer << 16
+  uint32_t where;   // template:10 | merged:1 | wide:1 | layer << 16
 
   __device__ uint32_t rows() const { return packed & 0xff; }
   __device__ uint32_t expert() const { return packed >> 8 & 0xffff; }
   __device__ uint32_t shape() const { return packed >> 24; }
   __device__ uint32_t tokens() const { return packed; }
   __device__ uint32_t items() const { return row; }
-  __device__ uint32_t operation() const { return where & 0x7ff; }
+  __device__ uint32_t operation() const { return where & 0x3ff; }
+  __device__ bool merged() const { return where >> 10 & 1; }
   __device__ bool wide() const { return where >> 11 & 1; }
   __device__ uint32_t layer() const { return where >> 16; }
 };
@@ -108,6 +109,21 @@ struct ServedSlot {
   uint32_t reserved;
 };
 
+// Operations of several slots that run as one, in the buffers of the first: each member's tokens
+// follow those of the one before.
+constexpr uint32_t kMaxSlots = 32;  // one per lane of the controller
+struct Members {
+  uint32_t count;
+  uint32_t first[kMaxSlots];  // token
+  uint32_t slot[kMaxSlots], seq[kMaxSlots];
+};
+
+// What the controller has submitted, for the host: the row after the clusters' in Launch::tallies.
+struct Served {
+  uint64_t operations[kPhases], tokens[kPhases];
+  uint64_t coalesced;  // decode operations that ran as part of another
+};
+
 // What one cluster has done, beside the scheduler's own Counters. Each word has one writer.
 struct Tally {
   uint64_t idle_ns, busy_ns[kPhases], weight_bytes;
@@ -115,7 +131,7 @@ struct Tally {
 // Of each cluster in Launch::tallies: Counters, Tally, its p_i.
 constexpr uint32_t kTallyWords = (sizeof(Counters) + sizeof(Tally)) / 8 + 1;
 constexpr uint32_t kTallyStride = 16;
-static_assert(kTallyWords <= kTallyStride);
+static_assert(kTallyWords <= kTallyStride && sizeof(Served) <= 8 * kTallyStride);
 
 // Of one operation, indexed by its identity. %globaltimer, ns.
 struct Times {
@@ -150,7 +166,8 @@ struct Launch {
   const Arrival* arrivals;  // a finite run's
   Times* times;             // the same
   ServedSlot* slots;        // a resident run's; null: finite
-  uint64_t* tallies;        // host memory, [clusters, kTallyStride]; or null
+  Members* members;         // [n_slots]: of the operation in flight whose first slot it is
+  uint64_t* tallies;        // host memory, [clusters + 1, kTallyStride]; or null
   uint32_t* request;        // StopRequest that the controller is to follow
   TileTime* trace;          // [clusters, trace_capacity], or null
   uint32_t* trace_count;    // [clusters]
@@ -163,6 +180,7 @@ struct Launch {
   uint64_t operation_ns;  // the same for an operation
   uint32_t n_arrivals, trace_capacity;
   uint32_t n_slots, n_layers;
+  uint64_t window_ns, stale_ns;  // of coalescing: see scheduler/coalesce.h
 };
 
 }  // namespace expertplex::apk

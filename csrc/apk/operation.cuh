@@ -16,20 +16,19 @@ constexpr uint32_t kGatherSlices = (kHidden + kGatherColumns - 1) / kGatherColum
 constexpr uint32_t kMaxGatherItems = 6;
 constexpr uint32_t kMaxActivateItems = 4;
 
-// Operation::user = template:11 | wide:1 | tokens:20 | identity:32. Wide: prefill's tiles
-// (128x192), else decode's (128x128 and 64x256). The identity is an index into Launch::times in a
-// finite run, and the sequence number of the slot's operation in a resident one.
-constexpr uint32_t kTemplateBits = 11;
-__host__ __device__ constexpr uint64_t handle(uint32_t tmpl, bool wide, uint32_t tokens,
-                                              uint32_t identity) {
-  return static_cast<uint64_t>(identity) << 32 | tokens << (kTemplateBits + 1) |
-         static_cast<uint32_t>(wide) << kTemplateBits | tmpl;
+// Operation::user = template:10 | merged:1 | wide:1 | tokens:20 | identity:32. Merged: of several
+// slots, see Members. Wide: prefill's tiles (128x192), else decode's (128x128 and 64x256). The
+// identity is an index into Launch::times in a finite run, and the sequence number of the slot's
+// operation in a resident one.
+__host__ __device__ constexpr uint64_t handle(uint32_t tmpl, bool merged, bool wide,
+                                              uint32_t tokens, uint32_t identity) {
+  return static_cast<uint64_t>(identity) << 32 | tokens << 12 | static_cast<uint32_t>(wide) << 11 |
+         static_cast<uint32_t>(merged) << 10 | tmpl;
 }
-__host__ __device__ constexpr uint32_t template_of(uint64_t handle) {
-  return handle & ((1u << kTemplateBits) - 1);
-}
+__host__ __device__ constexpr uint32_t template_of(uint64_t handle) { return handle & 0x3ff; }
+__host__ __device__ constexpr bool is_merged(uint64_t handle) { return handle >> 10 & 1; }
 __host__ __device__ constexpr uint32_t tokens_of(uint64_t handle) {
-  return static_cast<uint32_t>(handle) >> (kTemplateBits + 1);
+  return static_cast<uint32_t>(handle) >> 12;
 }
 __host__ __device__ constexpr uint32_t identity_of(uint64_t handle) {
   return static_cast<uint32_t>(handle >> 32);

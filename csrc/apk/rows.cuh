@@ -7,7 +7,7 @@
 #include <cuda_fp8.h>
 
 #include "gemm.cuh"
-#include "operation.cuh"
+#include "members.cuh"
 #include "scheduler/scheduler.h"
 
 namespace expertplex::apk {
@@ -119,8 +119,8 @@ __device__ __forceinline__ void activate_tile(const TileMessage& m, const Templa
 // Weighted sum of a token's expert rows in fp32, rounded once to bf16. A unit is a slice of a
 // token's columns; lane o * kTopK + k has what the o-th token of this warp needs of its k-th
 // expert.
-__device__ __forceinline__ void gather_tile(const TileMessage& m, const Template& op,
-                                            uint32_t rank) {
+__device__ __forceinline__ void gather_tile(const Launch& p, const TileMessage& m,
+                                            const Template& op, uint32_t rank) {
   constexpr uint32_t kLoads = kGatherColumns / 256;
   const uint32_t lane = thread_index() % 32;
   uint32_t first, last;
@@ -128,7 +128,10 @@ __device__ __forceinline__ void gather_tile(const TileMessage& m, const Template
   const uint32_t token0 = first / kGatherSlices, entry = token0 * kTopK + lane;
   const bool mine = lane < 32 / kTopK * kTopK && entry < m.tokens() * kTopK;
   const uint32_t rows = mine ? __ldcg(op.row_of + entry) : kNoRow;
-  const float weights = mine ? __ldcg(op.expert_weights + entry) : 0;
+  const Origins origins(p, m);
+  const Origin from = origins.find(entry / kTopK);
+  const float weights =
+      mine ? __ldcg(from.slot->expert_weights + from.token * kTopK + entry % kTopK) : 0;
   struct Values {
     uint4 v[kLoads][kTopK];
   };
@@ -150,6 +153,7 @@ __device__ __forceinline__ void gather_tile(const TileMessage& m, const Template
   };
   auto use = [&](uint32_t unit, const Values& from) __attribute__((always_inline)) {
     const uint32_t item = first + unit, token = item / kGatherSlices;
+    const Origin to = origins.find(token);
     const uint32_t begin = item % kGatherSlices * kGatherColumns + lane * 8;
 #pragma unroll
     for (uint32_t j = 0; j < kLoads; ++j) {
@@ -170,8 +174,8 @@ __device__ __forceinline__ void gather_tile(const TileMessage& m, const Template
       for (uint32_t i = 0; i < 4; ++i) out[i] = __float22bfloat162_rn({sum[2 * i], sum[2 * i + 1]});
       const uint32_t c = begin + j * 256;
       if (c < kHidden)
-        __stcg(reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(op.result) +
-                                        static_cast<size_t>(token) * kHidden + c),
+        __stcg(reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(to.slot->result) +
+                                        static_cast<size_t>(to.token) * kHidden + c),
                *reinterpret_cast<uint4*>(out));
     }
   };

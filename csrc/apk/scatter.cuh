@@ -34,8 +34,11 @@ struct ScatterMemory {
 };
 static_assert(sizeof(ScatterMemory) <= 2 * kOutputBytes && kExperts <= kMathThreads);
 
-__device__ __forceinline__ int32_t local_expert(const Template& op, uint32_t pair, uint32_t pairs) {
-  const int32_t e = pair < pairs ? __ldcg(op.expert_ids + pair) : -1;
+__device__ __forceinline__ int32_t local_expert(const Origins& origins, uint32_t pair,
+                                                uint32_t pairs) {
+  const Origin from = origins.find(pair / kTopK);
+  const int32_t e =
+      pair < pairs ? __ldcg(from.slot->expert_ids + from.token * kTopK + pair % kTopK) : -1;
   return e < static_cast<int32_t>(kExperts) ? e : -1;  // a wrong one harms no others
 }
 
@@ -99,8 +102,10 @@ __device__ __forceinline__ void announce_if(State& s, bool due, ScatterMemory& m
 
 // Counting stage: each pair's place among its expert's rows; the last CTA to finish lays out rows
 // and tiles.
-__device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const Template& op,
-                                           uint32_t rank, ScatterMemory& mem) {
+__device__ __forceinline__ void count_tile(const Launch& p, const TileMessage& m,
+                                           const Template& op, uint32_t rank, ScatterMemory& mem) {
+  State& s = *p.state;
+  const Origins origins(p, m);
   const uint32_t t = thread_index(), pairs = m.tokens() * kTopK;
   uint32_t *seen = mem.seen[0], *base = mem.seen[1];
   for (uint32_t e = t; e < kExperts; e += kMathThreads) seen[e] = 0;
@@ -110,7 +115,7 @@ __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const
   uint32_t place[kPairsEach];
 #pragma unroll
   for (uint32_t i = 0; i < kPairsEach; ++i)
-    expert[i] = local_expert(op, first + i * kMathThreads + t, pairs);
+    expert[i] = local_expert(origins, first + i * kMathThreads + t, pairs);
 #pragma unroll
   for (uint32_t i = 0; i < kPairsEach; ++i)
     place[i] = expert[i] >= 0 ? atomicAdd(seen + expert[i], 1u) : 0;
@@ -137,11 +142,11 @@ __device__ __forceinline__ void count_tile(State& s, const TileMessage& m, const
   announce_if(s, lay_out(s, m, g, rows, end), mem);
 }
 
-// This warp's pairs: rows of tokens and their scales to where `row_of(pair)` says, which one lane
-// each asks. A token is read once for all its experts here.
+// This warp's pairs: rows of tokens and their scales to where `row_of(pair, origin)` says, which
+// one lane each asks. A token is read once for all its experts here.
 template <class RowOf>
-__device__ __forceinline__ void copy_pairs(const TileMessage& m, const Template& op, uint32_t rank,
-                                           RowOf row_of) {
+__device__ __forceinline__ void copy_pairs(const Origins& origins, const TileMessage& m,
+                                           const Template& op, uint32_t rank, RowOf row_of) {
   constexpr uint32_t kRowBytes = kHidden * kElementBytes, kChunks = kRowBytes / 16;
   constexpr uint32_t kAtOnce = 4;  // per lane; more costs the GEMM's mainloop its registers
   const uint32_t lane = thread_index() % 32;
@@ -149,15 +154,16 @@ __device__ __forceinline__ void copy_pairs(const TileMessage& m, const Template&
   warp_range(m, rank, m.tokens() * kTopK, m.items(), first, last);
   while (first < last) {
     const uint32_t token = first / kTopK, end = min(last, (token + 1) * kTopK), pairs = end - first;
+    const Origin from = origins.find(token);
     uint32_t row = kNoRow;
     if (lane < pairs) {
-      row = row_of(first + lane);
+      row = row_of(first + lane, from);
       op.row_of[first + lane] = row;
     }
     const uint32_t present = __ballot_sync(~0u, row != kNoRow);
     if (present) {
-      const uint4* src =
-          reinterpret_cast<const uint4*>(op.tokens + static_cast<size_t>(token) * kRowBytes);
+      const uint4* src = reinterpret_cast<const uint4*>(
+          from.slot->tokens + static_cast<size_t>(from.token) * kRowBytes);
       for (uint32_t c = lane; c < ceil_div(kChunks, kAtOnce * 32) * kAtOnce * 32;
            c += kAtOnce * 32) {
         uint4 v[kAtOnce];
@@ -175,7 +181,8 @@ __device__ __forceinline__ void copy_pairs(const TileMessage& m, const Template&
       if constexpr (kFp8) {
         for (uint32_t k = lane; k < ceil_div(kHidden / 128, 32) * 32; k += 32) {
           const float scale =
-              k < kHidden / 128 ? __ldcg(op.token_scales + token * (kHidden / 128) + k) : 0;
+              k < kHidden / 128 ? __ldcg(from.slot->token_scales + from.token * (kHidden / 128) + k)
+                                : 0;
           for (uint32_t p = present; p; p &= p - 1) {
             const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
             if (k < kHidden / 128)
@@ -190,25 +197,29 @@ __device__ __forceinline__ void copy_pairs(const TileMessage& m, const Template&
 }
 
 // Copying stage of a large operation.
-__device__ __forceinline__ void copy_tile(const TileMessage& m, const Template& op, uint32_t rank) {
-  copy_pairs(m, op, rank, [&](uint32_t pair) {
+__device__ __forceinline__ void copy_tile(const Launch& p, const TileMessage& m, const Template& op,
+                                          uint32_t rank) {
+  copy_pairs(Origins(p, m), m, op, rank, [&](uint32_t pair, const Origin& from) {
     const uint32_t place = __ldcg(op.position + pair);
-    return place == kNoRow ? kNoRow
-                           : __ldcg(op.groups->row0 + __ldcg(op.expert_ids + pair)) + place;
+    const int32_t* expert = from.slot->expert_ids + from.token * kTopK + pair % kTopK;
+    return place == kNoRow ? kNoRow : __ldcg(op.groups->row0 + __ldcg(expert)) + place;
   });
 }
 
 // The whole scatter of a small operation. Warp w has pairs [w, w + 1) * each * 32, in order, so
 // places are the same in every CTA.
-__device__ __forceinline__ void scatter_tile(State& s, const TileMessage& m, const Template& op,
-                                             uint32_t rank, ScatterMemory& mem) {
+__device__ __forceinline__ void scatter_tile(const Launch& p, const TileMessage& m,
+                                             const Template& op, uint32_t rank,
+                                             ScatterMemory& mem) {
   const uint32_t t = thread_index(), lane = t % 32, warp = t / 32;
   const uint32_t pairs = m.tokens() * kTopK, each = ceil_div(pairs, kMathThreads);
   const uint32_t first = warp * each * 32;
+  State& s = *p.state;
+  const Origins origins(p, m);
   int32_t expert[kPairsEach];
 #pragma unroll
   for (uint32_t i = 0; i < kPairsEach; ++i)
-    expert[i] = i < each ? local_expert(op, first + i * 32 + lane, pairs) : -1;
+    expert[i] = i < each ? local_expert(origins, first + i * 32 + lane, pairs) : -1;
   for (uint32_t e = lane; e < kExperts; e += 32) mem.seen[warp][e] = 0;
   __syncwarp();
 #pragma unroll
@@ -239,7 +250,7 @@ __device__ __forceinline__ void scatter_tile(State& s, const TileMessage& m, con
   const bool tells = m.tile.ticket == 0 && rank == 0;
   const bool due = tells && lay_out(s, m, *op.groups, rows, end);
   sync_threads<kMathThreads>(1);
-  copy_pairs(m, op, rank, [&](uint32_t pair) {
+  copy_pairs(origins, m, op, rank, [&](uint32_t pair, const Origin&) {
     const uint32_t at = mem.pair[pair], e = at >> 16;
     return at == kNoRow ? kNoRow : mem.row0[e] + mem.seen[pair / (each * 32)][e] + (at & 0xffff);
   });

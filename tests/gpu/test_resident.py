@@ -109,7 +109,26 @@ def test_soak_of_several_sources(small: PersistentKernel, clients: Clients) -> N
         assert outcomes == [(n, 0, 0) for n in counts]
         did = run.tallies()
         assert min(did.tiles_decode, did.tiles_prefill, did.preemptions, did.weight_bytes) > 0
+        assert did.operations_decode + did.operations_prefill == sum(counts)
+        assert 0 < did.coalesced < did.operations_decode
         print(f"\n{sum(counts)} operations in {took:.1f} s; {did}")
+
+
+def test_servers_in_step_run_as_one(small: PersistentKernel, clients: Clients) -> None:
+    """Also where the buffers have no room for all of them at once."""
+    layers = [operands.random_layer(small.shape)]
+    expected = expect(small, layers, 64, 2)
+    sources = [Source(small.shape, 64, i) for i in range(5)]
+    run = ResidentRun(small, [s.served for s in sources], layers, window_ns=200_000, max_ms=MAX_MS)
+    for most in (12, 64):
+        clients.prepare(sources, [(most, 0)] * 5, expected, [500] * 5)
+        with resident(run):
+            assert clients.run() == [(500, 0, 0)] * 5
+        did = run.tallies()
+        assert did.operations_decode == 2500
+        if most == 12:  # five fit, and most of them find each other
+            assert did.coalesced > 500
+    print(f"\n{did}")
 
 
 def test_long_tiles_that_decode_interrupts_all_the_time(clients: Clients) -> None:

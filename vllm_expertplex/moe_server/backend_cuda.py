@@ -111,7 +111,7 @@ class CudaBackend:
             did.busy_decode_ns,
             did.busy_prefill_ns,
             did.weight_bytes,
-            0,  # coalesced operations
+            did.coalesced,
             run.budget.q // run.budget.cluster,
             did.decode_clusters,
         ]

@@ -26,6 +26,7 @@ _MIRRORED = {
     9: structs.Times,
     10: structs.ServedSlot,
     11: structs.Report,
+    12: structs.Members,
 }
 
 

@@ -18,12 +18,14 @@ from .buffers import LayerWeights, OperationBuffers, to_device
 from .kernel import PersistentKernel
 from .report import NOT_AN_OPERATION, KernelHang, ReportWord, describe
 
-MAX_SLOTS = 32  # one per lane of the controller
 DRAIN, ABORT = 1, 2
 # Decode's clusters wait so long for its next stage to open rather than take a prefill tile, which
 # the stage would then wait for: stages follow one another within 5 us, a prefill tile takes 10-30.
 HOLD_NS = 20_000
-_TALLY_WORDS = 16  # per cluster; see `csrc/apk/layout.cuh`
+# Decode operations of one layer that are ready within this time of one another run as one; nobody
+# waits for a server that has sent nothing for longer than STALE_NS.
+WINDOW_NS, STALE_NS = 20_000, 1_000_000
+_TALLY_WORDS = 16  # per cluster, and of the controller; see `csrc/apk/layout.cuh`
 _STOP_AT = 8  # words after the heartbeat, in a cache line of its own
 
 
@@ -55,6 +57,11 @@ class Tallies(NamedTuple):
     busy_prefill_ns: int
     weight_bytes: int
     decode_clusters: int  # that prefer decode since the latest check epoch
+    operations_decode: int
+    operations_prefill: int
+    tokens_decode: int
+    tokens_prefill: int
+    coalesced: int  # decode operations that ran as part of another
 
 
 class ResidentRun:
@@ -72,13 +79,14 @@ class ResidentRun:
         budget: structs.Budget | None = None,
         *,
         hold_ns: int = HOLD_NS,
+        window_ns: int = WINDOW_NS,
         quantum: int = 1 << 20,
         tile_ms: int = 5000,
         operation_ms: int = 0,
         max_ms: int = 0,
     ) -> None:
-        if not 1 <= len(slots) <= MAX_SLOTS:
-            raise ValueError(f"{len(slots)} slots; the kernel serves 1 to {MAX_SLOTS}")
+        if not 1 <= len(slots) <= structs.MAX_SLOTS:
+            raise ValueError(f"{len(slots)} slots; the kernel serves 1 to {structs.MAX_SLOTS}")
         device = kernel.device
         self._kernel, self._layers_kept, self._slots_kept = kernel, list(layers), list(slots)
         self.budget = budget or kernel.budget()
@@ -91,9 +99,10 @@ class ResidentRun:
             for s in slots
         ]
         self._slots = to_device(served, device)
+        self._members = to_device([structs.Members() for _ in slots], device)
         self._words = torch.zeros(2 * _STOP_AT, dtype=torch.int64, pin_memory=True)
         self._tallies = torch.zeros(
-            kernel.clusters, _TALLY_WORDS, dtype=torch.int64, pin_memory=True
+            kernel.clusters + 1, _TALLY_WORDS, dtype=torch.int64, pin_memory=True
         )
         self._report = ReportWord()
         self._stream, self._ended = torch.cuda.Stream(), torch.cuda.Event()
@@ -102,6 +111,7 @@ class ResidentRun:
             templates=self._templates.data_ptr(),
             layers=self._layers.data_ptr(),
             slots=self._slots.data_ptr(),
+            members=self._members.data_ptr(),
             tallies=self._tallies.data_ptr(),
             request=self._state.data_ptr() + kernel.state_bytes,
             report=self._report.address,
@@ -112,6 +122,8 @@ class ResidentRun:
             operation_ns=operation_ms * 1_000_000,
             n_slots=len(slots),
             n_layers=len(layers),
+            window_ns=window_ns,
+            stale_ns=STALE_NS,
         )
 
     def launch(self) -> None:
@@ -156,9 +168,9 @@ class ResidentRun:
         return int(self._words[0])
 
     def tallies(self) -> Tallies:
-        table = self._tallies.clone()
-        sums, longest = table.sum(0).tolist(), Tallies._fields.index("preempt_max_ns")
-        sums[longest] = int(table[:, longest].max())
-        last = len(Tallies._fields) - 1  # p_i of the scheduler
-        sums[last] = int((table[:, last] & 0xFF == structs.DECODE).sum())
-        return Tallies(*sums[: last + 1])
+        clusters, controller = self._tallies[:-1].clone(), self._tallies[-1].tolist()
+        sums, longest = clusters.sum(0).tolist(), Tallies._fields.index("preempt_max_ns")
+        sums[longest] = int(clusters[:, longest].max())
+        p_i = Tallies._fields.index("decode_clusters")
+        sums[p_i] = int((clusters[:, p_i] & 0xFF == structs.DECODE).sum())
+        return Tallies(*sums[: p_i + 1], *controller[: len(Tallies._fields) - p_i - 1])

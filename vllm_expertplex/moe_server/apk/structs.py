@@ -14,8 +14,8 @@ HANG = 7  # a tile that never ends, for testing the watchdog
 MAX_STAGES = 8
 
 
-_TEMPLATE_BITS, _TOKEN_BITS = 11, 20
-MAX_TEMPLATES = 1 << _TEMPLATE_BITS
+_TOKEN_BITS = 20
+MAX_TEMPLATES = 1 << 10
 
 
 def handle(template: int, wide: bool, tokens: int, identity: int) -> int:
@@ -25,7 +25,7 @@ def handle(template: int, wide: bool, tokens: int, identity: int) -> int:
             f"template {template}, {tokens} tokens: an operation's handle has room for "
             f"{MAX_TEMPLATES} templates and {(1 << _TOKEN_BITS) - 1} tokens"
         )
-    low = tokens << _TEMPLATE_BITS + 1 | int(wide) << _TEMPLATE_BITS | template
+    low = tokens << 12 | int(wide) << 11 | template
     return identity << 32 | low
 
 
@@ -79,6 +79,18 @@ class ServedSlot(_Struct):
         ("max_tokens", U32),
         ("seen", U32),
         ("reserved", U32),
+    )
+
+
+MAX_SLOTS = 32  # one per lane of the controller
+
+
+class Members(_Struct):
+    _fields_ = (
+        ("count", U32),
+        ("first", U32 * MAX_SLOTS),
+        ("slot", U32 * MAX_SLOTS),
+        ("seq", U32 * MAX_SLOTS),
     )
 
 
@@ -140,6 +152,7 @@ class Launch(_Struct):
         ("arrivals", Pointer),
         ("times", Pointer),
         ("slots", Pointer),
+        ("members", Pointer),
         ("tallies", Pointer),
         ("request", Pointer),
         ("trace", Pointer),
@@ -154,4 +167,6 @@ class Launch(_Struct):
         ("trace_capacity", U32),
         ("n_slots", U32),
         ("n_layers", U32),
+        ("window_ns", U64),
+        ("stale_ns", U64),
     )
