@@ -35,7 +35,7 @@ def disassemble(cubin: Path) -> list[str]:
     out = subprocess.run(
         [tool, "-c", str(cubin)], capture_output=True, text=True, check=True
     ).stdout
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+\w)", out)
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", out)
 
 
 @pytest.mark.slow  # minutes of compiling

@@ -33,6 +33,9 @@ _FLAGS = [
     "--ptxas-options=--register-usage-level=10,-v",
 ]
 UNROLLS = (4, 2)  # of the mainloop, the preferred first
+# Bytes by which spills outside the mainloop differ from one build to another; sums that are spilled
+# in it are hundreds.
+_ELSEWHERE = 64
 
 
 class KernelShape(msgspec.Struct, frozen=True):
@@ -116,7 +119,8 @@ def cache_key(shape: KernelShape, version: str) -> str:
     digest = hashlib.sha256()
     for path in sorted([*sources().glob("apk/*.cu*"), *sources().glob("scheduler/*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update("\0".join([*_FLAGS, *shape.defines(0), version]).encode())
+    choice = f"{UNROLLS} {_ELSEWHERE}"
+    digest.update("\0".join([*_FLAGS, *shape.defines(0), choice, version]).encode())
     return digest.hexdigest()[:24]
 
 
@@ -155,7 +159,7 @@ def compile_kernel(shape: KernelShape, out: Path, unroll: int, tools: Toolchain)
 
 
 def build_kernel(shape: KernelShape, out: Path, tools: Toolchain) -> int:
-    """Builds both unrollings of the mainloop and keeps the one with fewer spills.
+    """Builds both unrollings of the mainloop and keeps the first that does not spill in it.
 
     The mainloop needs nearly all registers there are, and which unrolling fits differs by shape.
     Returns the bytes spilled.
@@ -163,9 +167,10 @@ def build_kernel(shape: KernelShape, out: Path, tools: Toolchain) -> int:
     with ThreadPoolExecutor(len(UNROLLS)) as pool:
         paths = [out.with_suffix(f".{u}") for u in UNROLLS]
         reports = pool.map(compile_kernel, repeat(shape), paths, UNROLLS, repeat(tools))
-        spills, best = min((spilled_bytes(r), i) for i, r in enumerate(reports))
+        spills = [spilled_bytes(report) for report in reports]
+    best = next(i for i, n in enumerate(spills) if n <= min(spills) + _ELSEWHERE)
     paths[best].replace(out)
-    return spills
+    return spills[best]
 
 
 def kernel_path(shape: KernelShape) -> Path:
