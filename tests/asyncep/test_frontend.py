@@ -231,6 +231,20 @@ def test_requests_follow_their_prefix() -> None:
     assert {later[f"again{i}"] == where[f"first{i}"] for i in range(3)} == {True}
 
 
+def test_at_low_load_new_prefixes_spread_over_the_caches() -> None:
+    index = PrefixIndex(range(2), 16)
+    frontend = Frontend(range(2), _FLOPS, index, 1e12, _WAIT)
+    engines = []
+    for i in range(6):
+        prompt = [i] * 32
+        frontend.submit(str(i), 32, index.keys(prompt), float(i))
+        (batch,) = frontend.release(float(i))
+        engines.append(batch.engine)
+        index.stored(batch.engine, [f"{i}a", f"{i}b"], None, prompt)
+        frontend.answered(str(i))
+    assert engines == [0, 1] * 3
+
+
 @given(st.integers(2, 4), st.integers(1, 60))
 def test_one_prefix_for_all_does_not_pile_up(engines: int, count: int) -> None:
     frontend = _frontend(engines=engines, tokens=100)

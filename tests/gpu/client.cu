@@ -16,7 +16,7 @@ struct Client {
   Section section[4], result;
   uint32_t max_tokens[2];  // of an operation, by phase; 0: none of that phase
   uint32_t variants, layers, capacity, operations, seed, seq;
-  uint32_t fixed;  // 1: always the most tokens
+  uint32_t fixed;  // 1: always the most tokens, layers one after the other
 };
 struct Outcome {
   uint32_t done, wrong, timed_out, seq;
@@ -42,7 +42,8 @@ extern "C" __global__ void clients(const Client* all, Outcome* outcomes) {
     if (c.max_tokens[phase] == 0) phase ^= 1;
     const uint32_t most = c.max_tokens[phase];
     const uint32_t tokens = c.fixed ? most : 1 + draw(random) % most;
-    const uint32_t layer = draw(random) % c.layers, variant = draw(random) % c.variants;
+    const uint32_t layer = (c.fixed ? n : draw(random)) % c.layers;
+    const uint32_t variant = draw(random) % c.variants;
     const uint8_t* from = c.inputs + variant * c.inputs_bytes;
     for (const Section& s : c.section) {
       const auto* src = reinterpret_cast<const uint32_t*>(from + s.offset);

@@ -149,9 +149,13 @@ class Frontend:
         if not self._engines:
             raise NoEngineLeft("no engine is left")
         backlog = {engine: state.backlog for engine, state in self._engines.items()}
-        # The longest prefix; among equals the least loaded engine.
-        cached = {engine: self._index.cached(engine, request.keys) for engine in backlog}
-        best = max(backlog, key=lambda engine: (cached[engine], -backlog[engine], -engine))
+
+        def rank(engine: int) -> tuple[float, ...]:
+            """The longest prefix; then the least loaded, and the one with most room for KV."""
+            cached = self._index.cached(engine, request.keys)
+            return cached, -backlog[engine], -self._index.blocks(engine), -engine
+
+        best = max(backlog, key=rank)
         if backlog[best] <= _PILE * self.threshold:
             return best
         return min(backlog, key=lambda engine: backlog[engine] + self._cost(engine, request))
