@@ -28,11 +28,11 @@ def serve(args: argparse.Namespace) -> None:
     if args.executor == "asyncep":
         from vllm_expertplex.asyncep import options as asyncep_options
 
-        _set_thread_environment(asyncep_options.set_up(args))
+        _set_environment(asyncep_options.set_up(args))
     else:
         config = options.check(args)
         options.apply(args, config)
-        _set_thread_environment(config.attention_threads or fair_share(config))
+        _set_environment(config.attention_threads or fair_share(config))
     # asyncio would turn a Ctrl-C during start-up into a cancellation that waits until all servers
     # have loaded. vLLM replaces this one once it serves, and SIGTERM's earlier.
     signal.signal(signal.SIGINT, _interrupt)
@@ -62,9 +62,14 @@ def _end(reason: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def _set_thread_environment(threads: int) -> None:
-    """OpenMP reads these once, so they must be there before an engine starts."""
+def _set_environment(threads: int) -> None:
+    """What has to be there before an engine starts, because it is read once."""
+    from vllm import envs
+
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # Servers take turns on the cores; pinning each to its own share would leave cores idle.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # torch keeps what it has compiled among temporary files, which end with the run. vLLM compiles
+    # some functions of its samplers even in eager mode; only the first start should wait for them.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{envs.VLLM_CACHE_ROOT}/torchinductor")
