@@ -34,12 +34,32 @@ struct ScatterMemory {
 };
 static_assert(sizeof(ScatterMemory) <= 2 * kOutputBytes && kExperts <= kMathThreads);
 
-__device__ __forceinline__ int32_t local_expert(const Origins& origins, uint32_t pair,
-                                                uint32_t pairs) {
-  const Origin from = origins.find(pair / kTopK);
-  const int32_t e =
-      pair < pairs ? __ldcg(from.slot->expert_ids + from.token * kTopK + pair % kTopK) : -1;
-  return e < static_cast<int32_t>(kExperts) ? e : -1;  // a wrong one harms no others
+// Experts of a thread's first `each` pairs, `pair(i)`; -1: not here, or no such pair.
+template <class Pair>
+__device__ __forceinline__ void load_experts(const Launch& p, const TileMessage& m,
+                                             const Template& op, uint32_t each, Pair pair,
+                                             int32_t (&expert)[kPairsEach]) {
+  const uint32_t pairs = m.tokens() * kTopK;
+  if (!m.merged()) {  // without a branch between the loads, so that all are in flight at once
+#pragma unroll
+    for (uint32_t i = 0; i < kPairsEach; ++i) {
+      const bool any = i < each && pair(i) < pairs;
+      expert[i] = any ? __ldcg(op.expert_ids + pair(i)) : -1;
+    }
+  } else {
+    const Origins origins(p, m);
+#pragma unroll
+    for (uint32_t i = 0; i < kPairsEach; ++i) {
+      expert[i] = -1;
+      if (i >= each) continue;
+      const Origin from = origins.find(pair(i) / kTopK);
+      if (pair(i) < pairs)
+        expert[i] = __ldcg(from.slot->expert_ids + from.token * kTopK + pair(i) % kTopK);
+    }
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < kPairsEach; ++i)
+    if (expert[i] >= static_cast<int32_t>(kExperts)) expert[i] = -1;  // wrong: harms no others
 }
 
 // Inclusive sums of four values over the math threads (one expert each).
@@ -105,7 +125,6 @@ __device__ __forceinline__ void announce_if(State& s, bool due, ScatterMemory& m
 __device__ __forceinline__ void count_tile(const Launch& p, const TileMessage& m,
                                            const Template& op, uint32_t rank, ScatterMemory& mem) {
   State& s = *p.state;
-  const Origins origins(p, m);
   const uint32_t t = thread_index(), pairs = m.tokens() * kTopK;
   uint32_t *seen = mem.seen[0], *base = mem.seen[1];
   for (uint32_t e = t; e < kExperts; e += kMathThreads) seen[e] = 0;
@@ -113,9 +132,8 @@ __device__ __forceinline__ void count_tile(const Launch& p, const TileMessage& m
   const uint32_t first = (m.tile.ticket * kCluster + rank) * kCountPairs;
   int32_t expert[kPairsEach];
   uint32_t place[kPairsEach];
-#pragma unroll
-  for (uint32_t i = 0; i < kPairsEach; ++i)
-    expert[i] = local_expert(origins, first + i * kMathThreads + t, pairs);
+  load_experts(
+      p, m, op, kPairsEach, [&](uint32_t i) { return first + i * kMathThreads + t; }, expert);
 #pragma unroll
   for (uint32_t i = 0; i < kPairsEach; ++i)
     place[i] = expert[i] >= 0 ? atomicAdd(seen + expert[i], 1u) : 0;
@@ -215,11 +233,8 @@ __device__ __forceinline__ void scatter_tile(const Launch& p, const TileMessage&
   const uint32_t pairs = m.tokens() * kTopK, each = ceil_div(pairs, kMathThreads);
   const uint32_t first = warp * each * 32;
   State& s = *p.state;
-  const Origins origins(p, m);
   int32_t expert[kPairsEach];
-#pragma unroll
-  for (uint32_t i = 0; i < kPairsEach; ++i)
-    expert[i] = i < each ? local_expert(origins, first + i * 32 + lane, pairs) : -1;
+  load_experts(p, m, op, each, [&](uint32_t i) { return first + i * 32 + lane; }, expert);
   for (uint32_t e = lane; e < kExperts; e += 32) mem.seen[warp][e] = 0;
   __syncwarp();
 #pragma unroll
@@ -250,7 +265,7 @@ __device__ __forceinline__ void scatter_tile(const Launch& p, const TileMessage&
   const bool tells = m.tile.ticket == 0 && rank == 0;
   const bool due = tells && lay_out(s, m, *op.groups, rows, end);
   sync_threads<kMathThreads>(1);
-  copy_pairs(origins, m, op, rank, [&](uint32_t pair, const Origin&) {
+  copy_pairs(Origins(p, m), m, op, rank, [&](uint32_t pair, const Origin&) {
     const uint32_t at = mem.pair[pair], e = at >> 16;
     return at == kNoRow ? kNoRow : mem.row0[e] + mem.seen[pair / (each * 32)][e] + (at & 0xffff);
   });

@@ -204,11 +204,11 @@ def test_an_overdue_operation_and_a_slow_tile_are_named(small: PersistentKernel)
         run = ResidentRun(small, [source.served], layers, operation_ms=1000, max_ms=4000)
         setattr(run.arguments, limit, 1000)  # a microsecond, which nothing keeps to
         run.launch()
-        for _ in range(20):  # a check may fall between two operations
+        until = time.monotonic() + 3
+        while run.running and time.monotonic() < until:  # a check may fall between two operations
             source.send(structs.PREFILL, 1, 20_000)
-            time.sleep(0.01)
-            if not run.running:
-                break
+            while run.running and int(source.done.cpu()) != source.seq:
+                pass
         message = hung(run)
         assert re.search(named, message), message
 
