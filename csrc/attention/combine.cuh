@@ -38,13 +38,12 @@ __device__ __forceinline__ void wait_done(const CombineArguments& a) {
   await_done(a);
 }
 
-constexpr uint32_t kPulls = 4;                   // 16-byte loads in flight per lane and server
-constexpr uint32_t kPullColumns = 256 * kPulls;  // per warp and step
-
-// `kWaits`: every CTA waits for the MoE servers itself, which saves a small operation a kernel.
-template <bool kWaits>
+// `kPulls`: 16-byte loads in flight per lane and server. `kWaits`: every CTA waits for the MoE
+// servers itself, which saves a small operation a kernel.
+template <bool kWaits, uint32_t kPulls>
 __device__ __forceinline__ void combine(const CombineArguments& a) {
   const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * kWarps, hidden = a.peers.hidden;
+  constexpr uint32_t kPullColumns = 256 * kPulls;  // per warp and step
   const uint32_t steps = (hidden + kPullColumns - 1) / kPullColumns, items = a.tokens * steps;
   uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32;
   wait_for_previous_kernel();

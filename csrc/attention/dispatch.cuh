@@ -1,8 +1,10 @@
 // Dispatch: push each token once to every MoE server that holds one of its experts, then signal.
 //
-// A warp takes a few hundred columns of a token at a time, and has the next ones on their way. The
-// signal needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by
-// the CTA barrier and the acq_rel counter, and release is cumulative.
+// A warp takes a few hundred columns of a token at a time, and has the next ones on their way. What
+// it sends in small pieces (scales, ids, weights) is gathered by its CTA and crosses the link in
+// whole lines: the link's limit is packets, and a small one counts like a large one. The signal
+// needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by the CTA
+// barrier and the acq_rel counter, and release is cumulative.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -104,25 +106,64 @@ __device__ __forceinline__ Route route(const uint32_t* places, int32_t expert, u
   return r;
 }
 
-// Every server gets every token's ids, also where they say "none here"; weights only go along.
-__device__ __forceinline__ void push_routing(const DispatchArguments& a, const Route& r,
-                                             float weight, uint32_t token, uint32_t lane) {
-  if (lane == 0) a.peers.masks[token] = r.mask;
-  if (lane >= a.peers.topk) return;
-  const size_t at = (static_cast<size_t>(token) * a.peers.topk + lane) * 4;
+// How the columns of a step's tokens are cut into items, one per warp and round.
+template <uint32_t kLoads>
+struct Cut {
+  static constexpr uint32_t kItem = kLoads * kColumns, kScales = kItem / kScaleColumns;
+  uint32_t parts, scales;  // of a token
+
+  __device__ explicit Cut(uint32_t hidden)
+      : parts((hidden + kItem - 1) / kItem), scales(hidden / kScaleColumns) {}
+  __device__ uint32_t token(uint32_t item) const { return item / parts; }
+  __device__ uint32_t first(uint32_t item) const { return item % parts * kItem; }
+  // Of [tokens, scales], where the item's are, or would be.
+  __device__ uint32_t scale(uint32_t item) const {
+    return token(item) * scales + item % parts * kScales;
+  }
+  // Tokens whose first item comes before this one.
+  __device__ uint32_t tokens_before(uint32_t item) const { return (item + parts - 1) / parts; }
+};
+
+// The small pieces of one round's items, a run of neighbours.
+template <uint32_t kLoads>
+struct Stage {
+  float scales[kWarps * Cut<kLoads>::kScales];
+  uint32_t places[kWarps * kMaxTopK];  // as in DispatchArguments; server kMaxServers: nowhere
+  float weights[kWarps * kMaxTopK];
+};
+
+// Items [begin, end). Every server gets every token's ids, also where they say "none here"; scales
+// and weights go along with them.
+template <bool kFp8, uint32_t kLoads>
+__device__ __forceinline__ void push_stage(const DispatchArguments& a, const Stage<kLoads>& stage,
+                                           const Cut<kLoads>& cut, uint32_t begin, uint32_t end) {
+  const size_t pair = static_cast<size_t>(cut.tokens_before(begin)) * a.peers.topk;
+  const uint32_t pairs =
+      static_cast<uint32_t>(static_cast<size_t>(cut.tokens_before(end)) * a.peers.topk - pair);
+  const uint32_t scale = cut.scale(begin), scales = min(cut.scale(end - 1) + cut.kScales,
+                                                        (cut.token(end - 1) + 1) * cut.scales) -
+                                                    scale;
   for (uint32_t z = 0; z < a.peers.servers; ++z) {
     uint8_t* slot = a.peers.slots[z];
-    *reinterpret_cast<int32_t*>(slot + a.peers.at.ids + at) = r.server == z ? r.slot : -1;
-    if (r.mask >> z & 1) *reinterpret_cast<float*>(slot + a.peers.at.weights + at) = weight;
+    for (uint32_t i = threadIdx.x; i < pairs; i += kThreads) {
+      const uint32_t place = stage.places[i];
+      reinterpret_cast<int32_t*>(slot + a.peers.at.ids)[pair + i] =
+          place >> 16 == z ? static_cast<int32_t>(place & 0xffff) : -1;
+      reinterpret_cast<float*>(slot + a.peers.at.weights)[pair + i] = stage.weights[i];
+    }
+    if constexpr (kFp8)
+      for (uint32_t i = threadIdx.x; i < scales; i += kThreads)
+        reinterpret_cast<float*>(slot + a.peers.at.scales)[scale + i] = stage.scales[i];
   }
 }
 
+// Returns, in lane 4 l + g, the scale of load l's block g.
 template <uint32_t kLoads>
-__device__ __forceinline__ void push_fp8(const DispatchArguments& a, const Item<kLoads>& item,
-                                         uint32_t mask, uint32_t token, uint32_t first,
-                                         uint32_t lane) {
+__device__ __forceinline__ float push_fp8(const DispatchArguments& a, const Item<kLoads>& item,
+                                          uint32_t mask, uint32_t token, uint32_t first,
+                                          uint32_t lane) {
   uint4 packed[kLoads];
-  float mine = 0;  // lane 4 l + g: the scale of load l's block g, so that all leave in one store
+  float mine = 0;
 #pragma unroll
   for (uint32_t l = 0; l < kLoads; ++l) {
     float scale;
@@ -139,9 +180,8 @@ __device__ __forceinline__ void push_fp8(const DispatchArguments& a, const Item<
       if (first + col < a.peers.hidden)
         *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + at + col) = packed[l];
     }
-    if (lane < 4 * kLoads && first + lane * kScaleColumns < a.peers.hidden)
-      reinterpret_cast<float*>(slot + a.peers.at.scales)[at / kScaleColumns + lane] = mine;
   }
+  return mine;
 }
 
 template <uint32_t kLoads>
@@ -187,30 +227,49 @@ __device__ __forceinline__ void signal(const DispatchArguments& a, uint32_t late
 template <bool kFp8, uint32_t kLoads>
 __device__ __forceinline__ void dispatch(const DispatchArguments& a) {
   __shared__ uint32_t places[kMaxExperts];
+  __shared__ Stage<kLoads> stages[2];
   wait_for_previous_kernel();
   launch_next_kernel();
-  const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * kWarps;
-  constexpr uint32_t kItem = kLoads * kColumns;
-  const uint32_t parts = (a.peers.hidden + kItem - 1) / kItem, items = a.tokens * parts;
-  uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, topk = a.peers.topk;
+  const Cut<kLoads> cut(a.peers.hidden);
+  const uint32_t items = a.tokens * cut.parts;
   // Everything that a small operation needs is on its way at once.
+  uint32_t begin = blockIdx.x * kWarps;
   Item<kLoads> next;
-  if (index < items) next = load_item<kFp8, kLoads>(a, index / parts, index % parts * kItem, lane);
+  if (uint32_t i = begin + warp; i < items)
+    next = load_item<kFp8, kLoads>(a, cut.token(i), cut.first(i), lane);
   const uint32_t latest = threadIdx.x == 0 ? a.peers.state->sequence : 0;
   for (uint32_t e = threadIdx.x; e < a.peers.experts; e += kThreads) places[e] = a.places[e];
   __syncthreads();
-  while (index < items) {
+  for (uint32_t round = 0; begin < items; ++round) {
+    Stage<kLoads>& stage = stages[round % 2];
+    const uint32_t end = min(begin + kWarps, items), i = begin + warp;
+    const uint32_t following = begin + gridDim.x * kWarps;
     const Item<kLoads> item = next;
-    const uint32_t token = index / parts, first = index % parts * kItem;
-    index += warps;
-    if (index < items)
-      next = load_item<kFp8, kLoads>(a, index / parts, index % parts * kItem, lane);
-    const Route r = route(places, item.expert, a.peers.experts);
-    if (first == 0) push_routing(a, r, item.weight, token, lane);
-    if constexpr (kFp8)
-      push_fp8(a, item, r.mask, token, first, lane);
-    else
-      push_bf16(a, item, r.mask, token, first, lane);
+    if (following + warp < items)
+      next = load_item<kFp8, kLoads>(a, cut.token(following + warp), cut.first(following + warp),
+                                     lane);
+    if (i < end) {
+      const uint32_t token = cut.token(i), first = cut.first(i);
+      const Route r = route(places, item.expert, a.peers.experts);
+      if (first == 0 && lane == 0) a.peers.masks[token] = r.mask;
+      if (first == 0 && lane < topk) {
+        const uint32_t at = (token - cut.tokens_before(begin)) * topk + lane;
+        stage.places[at] = r.server << 16 | (r.slot & 0xffff);
+        stage.weights[at] = item.weight;
+      }
+      if constexpr (kFp8) {
+        const float scale = push_fp8(a, item, r.mask, token, first, lane);
+        if (lane < cut.kScales && first / kScaleColumns + lane < cut.scales)
+          stage.scales[cut.scale(i) - cut.scale(begin) + lane] = scale;
+      } else {
+        push_bf16(a, item, r.mask, token, first, lane);
+      }
+    }
+    // The stage before this one has been read by all: they have come past the last barrier.
+    __syncthreads();
+    push_stage<kFp8>(a, stage, cut, begin, end);
+    begin = following;
   }
   signal(a, latest);
 }

@@ -27,10 +27,10 @@ extern "C" __global__ void __launch_bounds__(at::kMaxServers)
 
 extern "C" __global__ void __launch_bounds__(at::kThreads)
     expertplex_combine(const __grid_constant__ at::CombineArguments a) {
-  at::combine<false>(a);
+  at::combine<false, 4>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(at::kThreads)
     expertplex_wait_and_combine(const __grid_constant__ at::CombineArguments a) {
-  at::combine<true>(a);
+  at::combine<true, 2>(a);
 }

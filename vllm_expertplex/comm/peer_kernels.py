@@ -16,11 +16,10 @@ from vllm_expertplex.cuda.nvcc import csrc, cubin
 
 MAX_SERVERS, MAX_EXPERTS = 32, 1024
 _WARPS = 16  # per CTA
-_LOAD, _LOADS = 512, 3  # columns of a load; loads of a warp of a large dispatch at a time
-_PULL = 1024  # columns of a warp of a combine at a time
-# The most CTAs, one per SM: eight SMs saturate NVLink either way, and dispatch also reads twice
-# what it sends, and converts it.
-_DISPATCH_CTAS, _COMBINE_CTAS = 24, 48
+# By whether an operation is small: columns of a token that a warp takes at a time, and the most
+# CTAs, one per SM. Eight SMs saturate NVLink either way; dispatch also reads twice what it sends.
+_DISPATCH = {True: (512, 24), False: (1536, 16)}
+_COMBINE = {True: (512, 48), False: (1024, 32)}
 
 U32, U64, Pointer = c.c_uint32, c.c_uint64, c.c_uint64
 
@@ -113,16 +112,15 @@ class PeerKernels:
         self._wait_and_combine = module.function("expertplex_wait_and_combine")
 
     def dispatch(self, arguments: DispatchArguments, small: bool) -> None:
-        columns = _LOAD if small else _LOAD * _LOADS
-        self._rows(self._dispatch[small], arguments, columns, _DISPATCH_CTAS, small)
+        self._rows(self._dispatch[small], arguments, *_DISPATCH[small], small)
 
     def combine(self, arguments: CombineArguments, small: bool) -> None:
         """WaitDone, then combine."""
         if small:
-            self._rows(self._wait_and_combine, arguments, _PULL, _COMBINE_CTAS, True)
+            self._rows(self._wait_and_combine, arguments, *_COMBINE[True], True)
             return
         launch(self._wait, 1, MAX_SERVERS, 0, torch.cuda.current_stream(), arguments)
-        self._rows(self._combine, arguments, _PULL, _COMBINE_CTAS, False)
+        self._rows(self._combine, arguments, *_COMBINE[False], False)
 
     @staticmethod
     def _rows(function: Any, arguments: Any, columns: int, most: int, dependent: bool) -> None:
