@@ -32,6 +32,12 @@ from vllm_expertplex.planner.workload import Targets
 
 console = Console()
 
+# Of every system, before the caller's own. The defaults of the servers' tests suit tiny models.
+GPU_OPTIONS = (
+    *("--no-enforce-eager", "--max-num-batched-tokens", "8192", "--max-num-seqs", "256"),
+    "--no-enable-prefix-caching",
+)
+
 
 class Measured(NamedTuple):
     goodput: float
@@ -165,7 +171,11 @@ def main() -> None:
         setup = systems.Setup(
             *(options.model.resolve(), out, gpus, options.layout, options.colocated),
             options.max_model_len,
-            ("--max-model-len", str(options.max_model_len), *serve_options),
+            (
+                *("--max-model-len", str(options.max_model_len)),
+                *(GPU_OPTIONS if gpus else ()),
+                *serve_options,
+            ),
         )
         load = Load(options.workload, options.requests, options.seconds, options.seed)
         targets, found = Targets(options.ttft, options.tpot), {}

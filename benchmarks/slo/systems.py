@@ -16,7 +16,15 @@ from typing import NamedTuple
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from e2e.server import MODEL_NAME, Server, free_port, interrupt_on_sigterm, serve
+from e2e.server import (
+    MODEL_NAME,
+    START_DEADLINE_S,
+    Server,
+    free_port,
+    interrupt_on_sigterm,
+    serve,
+    start,
+)
 
 __all__ = ["MODEL_NAME", "SYSTEMS", "Running", "Setup", "interrupt_on_sigterm"]
 
@@ -101,7 +109,7 @@ def pdd(setup: Setup) -> Iterator[Running]:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
             servers.append(
                 stack.enter_context(
-                    serve(
+                    start(
                         setup.model,
                         setup.logs / f"pdd-{role}.log",
                         options=(*options, "--kv-transfer-config", json.dumps(transfer)),
@@ -109,6 +117,8 @@ def pdd(setup: Setup) -> Iterator[Running]:
                     )
                 )
             )
+        for server in servers:
+            server.wait_healthy(START_DEADLINE_S)
         port = free_port()
         proxy = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("pdd_proxy.py")), str(port)]
@@ -119,8 +129,8 @@ def pdd(setup: Setup) -> Iterator[Running]:
         stack.callback(proxy.terminate)
         _await_proxy(proxy, f"http://127.0.0.1:{port}")
         kv = sum(_kv_tokens(setup.logs / "pdd-kv_consumer.log"))
-        start = sum(server.start_s for server in servers)
-        yield Running(f"http://127.0.0.1:{port}", start, kv)
+        start_s = max(server.start_s for server in servers)
+        yield Running(f"http://127.0.0.1:{port}", start_s, kv)
 
 
 def _await_proxy(proxy: subprocess.Popen[bytes], url: str, deadline_s: float = 60) -> None:
