@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--peak-tflops", type=float, help="of one engine's device")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    servers.interrupt_on_sigterm()
     found: dict[str, dict[tuple[int, str], float]] = {}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    servers.interrupt_on_sigterm()
     items = [(word, f" {category}") for category, ws in WORDS.items() for word in ws.split()]
     options = ("--executor", "asyncep", "--asyncep-gpus", str(args.engines))
     answers = []
