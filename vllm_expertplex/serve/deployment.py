@@ -5,6 +5,7 @@ Must not know: requests, tensors.
 """
 
 import copy
+import socket
 import threading
 import time
 import uuid
@@ -15,7 +16,6 @@ from typing import Any
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.utils.network_utils import get_open_port
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_expertplex.comm.shm import Board, Slot, board_path, slot_path
@@ -68,7 +68,9 @@ class Deployment:
             for moe in self.layout.moe_servers
             if current_platform.is_cpu()
         }
-        write_ports(self.run_dir, {server.name: get_open_port() for server in self._attention})
+        # Held until everybody has started: an engine may take minutes until it uses its own.
+        self._ports = {server.name: _reserve_port() for server in self._attention}
+        write_ports(self.run_dir, {name: s.getsockname()[1] for name, s in self._ports.items()})
 
     @property
     def _attention(self) -> list[Server]:
@@ -95,6 +97,8 @@ class Deployment:
             )
             self._await_moe_servers(begin)
             self.records = handshake(self.run_dir, list(self.layout))
+            for port in self._ports.values():
+                port.close()
         except BaseException:  # Ctrl-C too
             self.shutdown()
             raise
@@ -204,6 +208,16 @@ class Deployment:
                 logger.warning("%s did not stop in time; killing it", process.name)
                 process.kill()
                 process.join()
+
+
+def _reserve_port() -> socket.socket:
+    """A loopback port that nobody else is given; whoever sets SO_REUSEADDR, as ZeroMQ does, can
+    listen on it all the same.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def _check_experts(vllm_config: VllmConfig, layout: Layout) -> None:
