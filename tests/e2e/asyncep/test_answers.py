@@ -13,19 +13,18 @@ from ..server import serve
 from .conftest import DTYPE, Start
 from .requests import chosen
 
-pytestmark = pytest.mark.e2e
-slow = pytest.mark.slow
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 _TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({"gpus": 1}, marks=slow),
-        pytest.param({"gpus": 2}, marks=slow),
+        {"gpus": 1},
+        {"gpus": 2},
         {"gpus": 3},  # 8 experts: not divisible
         {"gpus": 2, "offload_layers": 2},
-        pytest.param({"gpus": 1, "offload_layers": 1}, marks=slow),
+        {"gpus": 1, "offload_layers": 1},
     ],
     ids=str,
 )
@@ -58,7 +57,6 @@ _PROMPTS = [
 _ASKED = [_one_token(p) for p in _PROMPTS] + [_one_token(_PROMPTS[3], prompt_logprobs=1)]
 
 
-@slow
 @pytest.mark.parametrize(
     ("model", "dtype"),
     # Where there is AMX, vLLM's latent attention takes no float32.
@@ -78,7 +76,6 @@ def test_other_routers_shared_experts_and_latent_attention(
     ]
 
 
-@slow
 def test_without_kv_one_token_is_answered_and_more_are_refused(start: Start, tmp_path: Any) -> None:
     with serve(checkpoint("qwen3-moe"), tmp_path / "plain.log", options=("--dtype", DTYPE)) as s:
         plain = [ask(s, request) for request in _ASKED]
@@ -94,7 +91,6 @@ def test_without_kv_one_token_is_answered_and_more_are_refused(start: Start, tmp
     assert all(engine["cached_tokens"] == 0 for engine in status["servers"])
 
 
-@slow
 def test_scoring_and_classifying_pooling_models(start: Start, tmp_path: Any) -> None:
     """A head of two token logits, as rerankers have."""
     overrides = {"classifier_from_token": ["a", "b"], "method": "from_2_way_softmax"}

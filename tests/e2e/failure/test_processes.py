@@ -13,8 +13,7 @@ import pytest
 from tests.e2e.failure.conftest import Deployment, Start
 from tests.e2e.failure.traffic import Request, Traffic
 
-pytestmark = pytest.mark.e2e
-slow = pytest.mark.slow
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ERROR_S = 10.0  # after a death, until every client has its error
 STOP_S = 30.0  # after a signal or a loss, until the serve process has ended
@@ -44,7 +43,7 @@ def assert_unhealthy(deployment: Deployment) -> None:
         assert deployment.server.http.get("/health", timeout=5).status_code == 503
 
 
-@pytest.mark.parametrize("victim", [pytest.param("prefill-0", marks=slow), "decode-0"])
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_losing_the_last_server_of_a_role_ends_everything_with_its_name(
     start: Start, model: Path, victim: str
 ) -> None:
@@ -63,7 +62,6 @@ def test_losing_the_last_server_of_a_role_ends_everything_with_its_name(
     assert deployment.footprint.left() == []
 
 
-@slow
 @pytest.mark.parametrize("victim", ["moe-1", "prefill-0", "decode-0"])
 def test_a_frozen_server_is_noticed_by_its_heartbeat_and_named(
     start: Start, model: Path, victim: str
@@ -107,7 +105,7 @@ def test_nothing_is_left_when_the_api_process_is_killed(start: Start, model: Pat
     assert deployment.footprint.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_busy_deployment_in_order(
     start: Start, model: Path, number: signal.Signals
 ) -> None:

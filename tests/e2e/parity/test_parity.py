@@ -53,7 +53,7 @@ def plain(logs: Path) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("layout", ["1P1D1E", "2P1D3E"])
+@pytest.mark.parametrize("layout", [pytest.param("1P1D1E", marks=pytest.mark.slow), "2P1D3E"])
 def test_answers_are_those_of_plain_vllm(layout: str, plain: Answers, logs: Path) -> None:
     with _serve(logs, layout) as server:
         ours = run(server, plain.probe, only=_chosen)
