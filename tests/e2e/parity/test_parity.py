@@ -1,4 +1,5 @@
-"""The part of the parity matrix that runs on every change: one tiny model, two layouts.
+"""The part of the parity matrix that runs on every change: one tiny model, one layout
+(and a second one with the slow tests).
 
 The whole matrix is `python -m tests.e2e.parity.matrix`.
 """
