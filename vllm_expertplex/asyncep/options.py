@@ -104,10 +104,6 @@ def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
             )
         args.enable_prefix_caching = args.enable_chunked_prefill = False
     shared.apply_cpu_defaults(args, config.gpus)
-    if args.enforce_eager:
-        # Even then vLLM compiles one function, when an answer first needs logprobs: seconds of
-        # every engine, for a comparison and a sum (v1/sample/ops/logprobs.py).
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if args.block_size is None:
         # Prefixes are shared in whole blocks. vLLM's default on CPU is 128 tokens; this is the
         # smallest that its attention takes there (on GPUs it is the paper's 16).

@@ -70,6 +70,5 @@ def _set_environment(threads: int) -> None:
     # Servers take turns on the cores; pinning each to its own share would leave cores idle.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # torch keeps what it has compiled among temporary files, which end with the run. vLLM compiles
-    # some functions of its samplers even in eager mode; only the first start should wait for them.
+    # torch keeps what it compiles among temporary files, and those end with the run.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{envs.VLLM_CACHE_ROOT}/torchinductor")

@@ -280,6 +280,10 @@ def apply_cpu_defaults(args: argparse.Namespace, engines: int) -> None:
     # execution. Whoever wants it says --compilation-config.
     if not _compilation_chosen(args):
         args.enforce_eager = True
+    if args.enforce_eager:
+        # Even then vLLM compiles one function, when an answer first needs logprobs: seconds of
+        # every engine, for a comparison and a sum (v1/sample/ops/logprobs.py).
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if args.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         import psutil
 
