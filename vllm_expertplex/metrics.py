@@ -56,7 +56,7 @@ WAIT_SECONDS = Metric(
     "expertplex:wait_seconds", "Time waiting for MoE servers.", "counter", _SERVER
 )
 COMBINE_SECONDS = Metric(
-    "expertplex:combine_seconds", "Time pulling and adding the experts' results.", "counter", _SERVER
+    "expertplex:combine_seconds", "Time pulling and adding experts' results.", "counter", _SERVER
 )
 MOE_OPERATIONS = Metric(
     "expertplex:operations",
