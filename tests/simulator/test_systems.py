@@ -61,6 +61,7 @@ def test_goodput_is_where_ninety_percent_ends(m2) -> None:
     assert found.half_width >= 0.02 * found.mean
 
 
+@pytest.mark.slow
 def test_goodput_does_not_depend_on_the_guess(m2) -> None:
     near, far = (goodput(case(m2, "chunked"), 1, guess=g).mean for g in (60.0, 5.0))
     assert near == pytest.approx(far, rel=0.08)

@@ -4,6 +4,7 @@ Owns: their start with progress and errors by name, ending those half started, t
 Must not know: roles, what an executor adds around its engines.
 """
 
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -66,6 +67,7 @@ def start_engines(
             while wait(starting, timeout=0.2).not_done:
                 kill_servers(run_dir)
             raise
+    gc.enable()  # off since the serve command began
     return [future.result() for future in starting]
 
 

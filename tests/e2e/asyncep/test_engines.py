@@ -12,7 +12,7 @@ import pytest
 from ..server import Server
 from .conftest import Start
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def _ask(server: Server, prompt: list[int], **body: Any) -> tuple[int, str]:
