@@ -74,13 +74,18 @@ class ServerSettings(msgspec.Struct, frozen=True):
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "ServerSettings | None":
         """The settings in vLLM's `additional_config`, or None where ExpertPlex is not in use."""
-        if not isinstance(additional_config, dict):
-            return None
-        raw = additional_config.get(ADDITIONAL_CONFIG_KEY)
-        return None if raw is None else msgspec.convert(raw, cls)
+        return settings_in(additional_config, ADDITIONAL_CONFIG_KEY, cls)
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+def settings_in(additional_config: Any, key: str, kind: type[Options]) -> Options | None:
+    """The settings under `key` of vLLM's `additional_config`, or None where there are none."""
+    if not isinstance(additional_config, dict):
+        return None
+    raw = additional_config.get(key)
+    return None if raw is None else msgspec.convert(raw, kind)
 
 
 def load_config(path: str | None, **overrides: Any) -> ExpertPlexConfig:

@@ -74,6 +74,10 @@ def spin_us(config: ExpertPlexConfig) -> int:
 
 
 def fair_share(config: ExpertPlexConfig) -> int:
+    """`core_share` of the servers of a layout."""
+    return core_share(sum(1 for _ in config.parsed_layout))
+
+
+def core_share(servers: int) -> int:
     """Cores per server. More threads than that wait for each other at every parallel region."""
-    servers = sum(1 for _ in config.parsed_layout)
     return max(1, len(os.sched_getaffinity(0)) // servers)

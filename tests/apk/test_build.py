@@ -79,7 +79,7 @@ def test_the_cache_key_covers_shapes_and_compiler() -> None:
 
 
 def test_a_missing_header_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit.shutil, "which", lambda name: f"/somewhere/{name}")
+    monkeypatch.setattr(jit.nvcc, "find_nvcc", lambda: "/somewhere/nvcc")
     monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install sgl-deep-gemm"):
         jit.Toolchain.find()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from vllm_expertplex.config import Positive, settings_in
 from vllm_expertplex.layout import Server
 
 ROLE = "asyncep"
@@ -15,8 +16,6 @@ ROLE = "asyncep"
 # Key of our settings in vLLM's `additional_config`; hashed into its compile cache, so nothing that
 # differs between two starts may be in it.
 ADDITIONAL_CONFIG_KEY = "asyncep"
-
-Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class AsyncEPConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,7 +70,4 @@ class AsyncEPSettings(msgspec.Struct, frozen=True):
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "AsyncEPSettings | None":
         """The settings in vLLM's `additional_config`, or None where AsyncEP is not in use."""
-        if not isinstance(additional_config, dict):
-            return None
-        raw = additional_config.get(ADDITIONAL_CONFIG_KEY)
-        return None if raw is None else msgspec.convert(raw, cls)
+        return settings_in(additional_config, ADDITIONAL_CONFIG_KEY, cls)

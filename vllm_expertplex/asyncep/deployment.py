@@ -23,7 +23,7 @@ from vllm_expertplex.layout import Server
 from vllm_expertplex.planner.model_configs import from_config
 from vllm_expertplex.serve import forkserver
 from vllm_expertplex.serve.cleanup import kill_all
-from vllm_expertplex.serve.engines import DeploymentError, handshake, start_engines
+from vllm_expertplex.serve.engines import DeploymentError, handshake, routed_experts, start_engines
 from vllm_expertplex.serve.records import ServerRecord
 
 logger = init_logger(__name__)
@@ -136,13 +136,7 @@ class AsyncEPDeployment:
 
 def _check_experts(vllm_config: VllmConfig, gpus: int) -> None:
     """Say before anything starts that a model cannot be split."""
-    model = vllm_config.model_config
-    experts = model.get_num_experts()
-    if not experts:
-        raise DeploymentError(
-            f"{model.model} ({', '.join(model.architectures)}) has no routed experts; serve it "
-            "without --executor asyncep"
-        )
+    experts = routed_experts(vllm_config, "asyncep")
     if gpus > experts:
         raise DeploymentError(
             f"{experts} experts cannot be split over --asyncep-gpus {gpus}; use between 1 and "

@@ -7,7 +7,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_expertplex.asyncep.config import AsyncEPSettings
 from vllm_expertplex.config import run_dir
-from vllm_expertplex.serve.records import write_error
+from vllm_expertplex.serve.records import errors_written
 
 EXECUTOR = "vllm_expertplex.asyncep.executor.AsyncEPExecutor"
 
@@ -20,9 +20,5 @@ class AsyncEPExecutor(UniProcExecutor):
         if settings is None:
             raise RuntimeError("AsyncEPExecutor runs only under --executor asyncep")
         self.parallel_config.worker_cls = "vllm_expertplex.asyncep.worker.AsyncEPCPUWorker"
-        try:
+        with errors_written(run_dir(), settings.server):
             super()._init_executor()
-        except Exception as error:
-            # vLLM tells its parent only that it failed.
-            write_error(run_dir(), settings.server, f"{type(error).__name__}: {error}")
-            raise

@@ -15,6 +15,7 @@ from vllm_expertplex.asyncep.kv_free import refuse_generation
 from vllm_expertplex.asyncep.status import AsyncEPReporter
 from vllm_expertplex.executor.patches import explain_errors
 from vllm_expertplex.serve import status
+from vllm_expertplex.serve.engines import adopt
 
 
 def launch(
@@ -36,12 +37,7 @@ def launch(
         return make_async_mp_client(config, executor_class, log_stats, renderer=mine)
 
     deployment.start(make_engine)
-    # Engines may have lowered it to what fits their KV cache.
-    fits = min(config.model_config.max_model_len for config in deployment.configs)
-    vllm_config.model_config.max_model_len = fits
-    front = deployment.configs[0].cache_config
-    vllm_config.cache_config.num_gpu_blocks = front.num_gpu_blocks
-    vllm_config.cache_config.block_size = front.block_size
+    adopt(vllm_config, deployment.configs, shown=0)
     client = AsyncEPClient(deployment)
     if settings.config.kv_free:
         refuse_generation()

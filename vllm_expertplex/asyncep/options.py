@@ -4,7 +4,6 @@ Owns: its options, and what of vLLM's is refused. Must not know: processes.
 """
 
 import argparse
-import os
 from typing import Any
 
 from vllm_expertplex.asyncep.config import AsyncEPConfig, AsyncEPSettings
@@ -67,6 +66,8 @@ def add_options(parser: Any, action: type[argparse.Action]) -> Any:
 
 def set_up(args: argparse.Namespace) -> int:
     """Refuse what cannot work, set vLLM's options, and return the threads of an engine."""
+    from vllm_expertplex.shapes import core_share
+
     shared.refuse(args, _refusals())
     for option in ("expertplex_layout", "expertplex_config", "expertplex_plan", "expertplex_trace"):
         if getattr(args, option, None) is not None:
@@ -77,7 +78,7 @@ def set_up(args: argparse.Namespace) -> int:
     except ValueError as invalid:
         shared.error(str(invalid))
     _apply(args, config)
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // config.gpus)
+    return config.threads or core_share(config.gpus)
 
 
 def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:

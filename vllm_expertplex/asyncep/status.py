@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 from vllm_expertplex import metrics
 from vllm_expertplex.asyncep.client import AsyncEPClient
-from vllm_expertplex.serve.status import samples
+from vllm_expertplex.serve.status import per_server, samples, server_info, server_row
 
 
 class AsyncEPReporter:
@@ -45,44 +45,32 @@ class AsyncEPReporter:
         deployment, backlog = client.deployment, client.frontend.backlog()
         rows = []
         for index, server in enumerate(deployment.servers):
-            record, counters = deployment.records[server.name], deployment.boards[index].read()
             rows.append(
-                {
-                    "role": server.role,
-                    "rank": server.rank,
-                    "engine": index,
-                    "pid": record.pid,
-                    "device": record.device,
-                    "weight_bytes": record.weight_bytes,
-                    "state": "lost" if server.name in deployment.lost else "ready",
-                    "tokens": client.tokens[index],
-                    "cached_tokens": client.cached_tokens[index],
-                    "prefix_blocks": client.index.blocks(index),
-                    "backlog_flops": backlog.get(index, 0.0),
-                    **counters._asdict(),
-                }
+                server_row(
+                    server,
+                    deployment.records[server.name],
+                    index,
+                    server.name in deployment.lost,
+                    tokens=client.tokens[index],
+                    cached_tokens=client.cached_tokens[index],
+                    prefix_blocks=client.index.blocks(index),
+                    backlog_flops=backlog.get(index, 0.0),
+                    **deployment.boards[index].read()._asdict(),
+                )
             )
         return rows
 
     def collect(self) -> Iterator[Metric]:
         client, rows = self._client, self._rows()
-
-        def per_server(metric: metrics.Metric, field: str, unit: float = 1.0) -> Metric:
-            return samples(metric, (((r["role"], r["rank"]), r[field] * unit) for r in rows))
-
-        alive = [r for r in rows if r["state"] == "ready"]
-        yield samples(
-            metrics.SERVER_INFO,
-            (((r["role"], r["rank"], r["engine"], r["pid"], r["device"]), 1.0) for r in alive),
-        )
-        yield per_server(metrics.WEIGHT_BYTES, "weight_bytes")
-        yield per_server(metrics.TOKENS, "tokens")
-        yield per_server(metrics.CACHED_TOKENS, "cached_tokens")
-        yield per_server(metrics.BACKLOG_FLOPS, "backlog_flops")
-        yield per_server(metrics.GATHERS, "gathers")
-        yield per_server(metrics.GATHER_SECONDS, "gather_ns", 1e-9)
-        yield per_server(metrics.GATHERED_BYTES, "gathered_bytes")
-        yield per_server(metrics.GATHER_WAIT_SECONDS, "waited_ns", 1e-9)
+        yield server_info(rows)
+        yield per_server(rows, metrics.WEIGHT_BYTES, "weight_bytes")
+        yield per_server(rows, metrics.TOKENS, "tokens")
+        yield per_server(rows, metrics.CACHED_TOKENS, "cached_tokens")
+        yield per_server(rows, metrics.BACKLOG_FLOPS, "backlog_flops")
+        yield per_server(rows, metrics.GATHERS, "gathers")
+        yield per_server(rows, metrics.GATHER_SECONDS, "gather_ns", 1e-9)
+        yield per_server(rows, metrics.GATHERED_BYTES, "gathered_bytes")
+        yield per_server(rows, metrics.GATHER_WAIT_SECONDS, "waited_ns", 1e-9)
         yield samples(metrics.THRESHOLD_FLOPS, [((), client.deployment.threshold.flops)])
         yield samples(metrics.HELD_REQUESTS, [((), client.frontend.held)])
         yield samples(metrics.BATCHES, [((), client.batches)])

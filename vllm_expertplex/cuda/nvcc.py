@@ -43,7 +43,7 @@ def cubin(source: Path, dependencies: Sequence[Path], flags: Sequence[str] = ())
     digest = hashlib.sha256("\0".join([*FLAGS, *flags, version]).encode())
     for path in [source, *sorted(dependencies)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    kept = _cache_dir() / f"{source.parent.name}-{digest.hexdigest()[:24]}.cubin"
+    kept = cache_dir("kernels") / f"{source.parent.name}-{digest.hexdigest()[:24]}.cubin"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
@@ -56,6 +56,7 @@ def cubin(source: Path, dependencies: Sequence[Path], flags: Sequence[str] = ())
     return kept
 
 
-def _cache_dir() -> Path:
+def cache_dir(kind: str) -> Path:
+    """Where built things of one kind are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vllm-expertplex" / "kernels"
+    return Path(base) / "vllm-expertplex" / kind

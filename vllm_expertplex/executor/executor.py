@@ -15,7 +15,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm_expertplex.config import ServerSettings, run_dir
 from vllm_expertplex.layout import Server
 from vllm_expertplex.serve import placement
-from vllm_expertplex.serve.records import read_ports, write_error
+from vllm_expertplex.serve.records import errors_written, read_ports
 
 EXECUTOR = "vllm_expertplex.executor.executor.ExpertPlexExecutor"
 
@@ -37,10 +37,6 @@ class ExpertPlexExecutor(UniProcExecutor):
             if current_platform.is_cpu()
             else "vllm_expertplex.executor.gpu_worker.AttentionGPUWorker"
         )
-        try:
+        with errors_written(run_dir(), me):
             placement.take(run_dir(), me)
             super()._init_executor()
-        except Exception as error:
-            # vLLM tells its parent only that it failed.
-            write_error(run_dir(), me, f"{type(error).__name__}: {error}")
-            raise

@@ -25,7 +25,13 @@ from vllm_expertplex.moe_server import server as moe_server
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
 from vllm_expertplex.serve import forkserver, gpu, placement
 from vllm_expertplex.serve.cleanup import kill_all
-from vllm_expertplex.serve.engines import DeploymentError, handshake, kill_servers, start_engines
+from vllm_expertplex.serve.engines import (
+    DeploymentError,
+    handshake,
+    kill_servers,
+    routed_experts,
+    start_engines,
+)
 from vllm_expertplex.serve.records import ServerRecord, read_error, read_record, write_ports
 from vllm_expertplex.shapes import expert_map, slot_shape
 
@@ -222,12 +228,7 @@ def _reserve_port() -> socket.socket:
 
 def _check_experts(vllm_config: VllmConfig, layout: Layout) -> None:
     """Say before anything starts that a model cannot be spread over its MoE servers."""
-    model = vllm_config.model_config
-    if not model.get_num_experts():
-        raise DeploymentError(
-            f"{model.model} ({', '.join(model.architectures)}) has no routed experts; serve it "
-            "without --executor expertplex"
-        )
+    routed_experts(vllm_config, "expertplex")
     try:
         expert_map(vllm_config, layout)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Starting the engines of a deployment side by side, and comparing what they say they loaded.
 
-Owns: their start with progress and errors by name, ending those half started, the handshake.
+Owns: their start with progress and errors by name, ending those half started, the handshake, and
+what a deployment of any kind asks before and takes over after it.
 Must not know: roles, what an executor adds around its engines.
 """
 
@@ -69,6 +70,31 @@ def start_engines(
             raise
     gc.enable()  # off since the serve command began
     return [future.result() for future in starting]
+
+
+def adopt(vllm_config: VllmConfig, configs: Sequence[VllmConfig], shown: int) -> int:
+    """Give the API server's configuration what started engines settled on; `shown` is the engine
+    whose KV cache it shows. Returns the longest request that fits every engine.
+    """
+    # Engines may have lowered it to what fits their KV cache.
+    fits = min(config.model_config.max_model_len for config in configs)
+    vllm_config.model_config.max_model_len = fits
+    cache = configs[shown].cache_config
+    vllm_config.cache_config.num_gpu_blocks = cache.num_gpu_blocks
+    vllm_config.cache_config.block_size = cache.block_size
+    return fits
+
+
+def routed_experts(vllm_config: VllmConfig, executor: str) -> int:
+    """How many routed experts the model has. Raises DeploymentError where it has none."""
+    model = vllm_config.model_config
+    experts = model.get_num_experts()
+    if not experts:
+        raise DeploymentError(
+            f"{model.model} ({', '.join(model.architectures)}) has no routed experts; serve it "
+            f"without --executor {executor}"
+        )
+    return int(experts)
 
 
 def kill_servers(run_dir: Path) -> None:

@@ -13,7 +13,7 @@ from vllm_expertplex.config import ServerSettings
 from vllm_expertplex.executor.patches import explain_errors
 from vllm_expertplex.serve import status
 from vllm_expertplex.serve.deployment import Deployment
-from vllm_expertplex.serve.engines import DeploymentError
+from vllm_expertplex.serve.engines import DeploymentError, adopt
 
 
 def launch(
@@ -39,12 +39,7 @@ def launch(
         return make_async_mp_client(config, executor_class, log_stats, renderer=mine)
 
     deployment.start(make_engine)
-    # Engines may have lowered it to what fits their KV cache.
-    fits = min(config.model_config.max_model_len for config in deployment.configs)
-    vllm_config.model_config.max_model_len = fits
-    front = deployment.configs[deployment.layout.prefill].cache_config
-    vllm_config.cache_config.num_gpu_blocks = front.num_gpu_blocks
-    vllm_config.cache_config.block_size = front.block_size
+    fits = adopt(vllm_config, deployment.configs, shown=deployment.layout.prefill)
     client = ExpertPlexClient(deployment, fits)
     explain_errors(client.table.failures.reason)
     status.publish(status.ExpertPlexReporter(client))

@@ -4,6 +4,8 @@ Owns: the records' format and what must agree. Must not know: how servers are st
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,18 @@ def read_record(run_dir: Path, server: Server) -> ServerRecord | None:
 def write_error(run_dir: Path, server: Server, message: str) -> None:
     """Leave word of why `server` could not start."""
     _write(run_dir / f"error-{server.name}.txt", message.encode())
+
+
+@contextmanager
+def errors_written(run_dir: Path, server: Server) -> Iterator[None]:
+    """Leave word of an error in the body, and raise it: vLLM tells an engine's parent only that the
+    engine failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        write_error(run_dir, server, f"{type(error).__name__}: {error}")
+        raise
 
 
 def read_error(run_dir: Path, server: Server) -> str | None:

@@ -11,8 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from vllm_expertplex import metrics
 from vllm_expertplex.client.core_client import ExpertPlexClient
-from vllm_expertplex.layout import PHASES
+from vllm_expertplex.layout import PHASES, Server
 from vllm_expertplex.moe_server.backend import COUNTERS
+from vllm_expertplex.serve.records import ServerRecord
 
 
 class Reporter(Protocol):
@@ -63,42 +64,69 @@ def samples(
     return family
 
 
+def server_row(
+    server: Server, record: ServerRecord, engine: int | None, lost: bool, **more: Any
+) -> dict[str, Any]:
+    """What is said of any server, and `more` of this one."""
+    return {
+        "role": server.role,
+        "rank": server.rank,
+        "engine": engine,
+        "pid": record.pid,
+        "device": record.device,
+        "weight_bytes": record.weight_bytes,
+        **more,
+        "state": "lost" if lost else "ready",
+    }
+
+
+def server_info(rows: list[dict[str, Any]]) -> Metric:
+    """Which servers there are, of `server_row`s."""
+
+    def labels(row: dict[str, Any]) -> tuple[Any, ...]:
+        engine = "" if row["engine"] is None else row["engine"]
+        return row["role"], row["rank"], engine, row["pid"], row["device"]
+
+    ready = (row for row in rows if row["state"] == "ready")
+    return samples(metrics.SERVER_INFO, ((labels(row), 1.0) for row in ready))
+
+
+def per_server(
+    rows: list[dict[str, Any]], metric: metrics.Metric, field: str, unit: float = 1
+) -> Metric:
+    """A field of `server_row`s, times `unit`, by role and rank; None is no value."""
+    values = (((row["role"], row["rank"]), row[field]) for row in rows)
+    return samples(metric, ((key, None if v is None else v * unit) for key, v in values))
+
+
 def servers(client: ExpertPlexClient) -> list[dict[str, Any]]:
     """One row per server; bytes, blocks and tokens as plain numbers, None where it has none."""
     deployment = client.deployment
     rows = []
     for index, server in enumerate(deployment.layout.attention_servers):
-        record = deployment.records[server.name]
         blocks = deployment.configs[index].cache_config.num_gpu_blocks or 0
         rows.append(
-            {
-                "role": server.role,
-                "rank": server.rank,
-                "engine": index,
-                "pid": record.pid,
-                "device": record.device,
-                "weight_bytes": record.weight_bytes,
-                "kv_blocks": blocks,
-                "kv_blocks_used": round(blocks * client.kv_usage[index]),
-                "tokens": client.tokens[index],
-                "state": "lost" if server.name in deployment.lost else "ready",
-            }
+            server_row(
+                server,
+                deployment.records[server.name],
+                index,
+                server.name in deployment.lost,
+                kv_blocks=blocks,
+                kv_blocks_used=round(blocks * client.kv_usage[index]),
+                tokens=client.tokens[index],
+            )
         )
     for server, board in zip(deployment.layout.moe_servers, deployment.boards, strict=True):
-        record = deployment.records[server.name]
         rows.append(
-            {
-                "role": server.role,
-                "rank": server.rank,
-                "engine": None,
-                "pid": record.pid,
-                "device": record.device,
-                "weight_bytes": record.weight_bytes,
-                "kv_blocks": None,
-                "kv_blocks_used": None,
-                "tokens": sum(board.counters(phase)["tokens"] for phase in PHASES.values()),
-                "state": "lost" if deployment.failure else "ready",
-            }
+            server_row(
+                server,
+                deployment.records[server.name],
+                None,
+                deployment.failure is not None,
+                kv_blocks=None,
+                kv_blocks_used=None,
+                tokens=sum(board.counters(phase)["tokens"] for phase in PHASES.values()),
+            )
         )
     return rows
 
@@ -124,31 +152,11 @@ class ExpertPlexReporter:
     def collect(self) -> Iterator[Metric]:
         client = self._client
         rows = servers(client)
-
-        def per_server(metric: metrics.Metric, field: str) -> Metric:
-            return samples(metric, (((r["role"], r["rank"]), r[field]) for r in rows))
-
-        yield samples(
-            metrics.SERVER_INFO,
-            (
-                (
-                    (
-                        r["role"],
-                        r["rank"],
-                        "" if r["engine"] is None else r["engine"],
-                        r["pid"],
-                        r["device"],
-                    ),
-                    1.0,
-                )
-                for r in rows
-                if r["state"] == "ready"
-            ),
-        )
-        yield per_server(metrics.WEIGHT_BYTES, "weight_bytes")
-        yield per_server(metrics.KV_BLOCKS, "kv_blocks")
-        yield per_server(metrics.KV_BLOCKS_USED, "kv_blocks_used")
-        yield per_server(metrics.TOKENS, "tokens")
+        yield server_info(rows)
+        yield per_server(rows, metrics.WEIGHT_BYTES, "weight_bytes")
+        yield per_server(rows, metrics.KV_BLOCKS, "kv_blocks")
+        yield per_server(rows, metrics.KV_BLOCKS_USED, "kv_blocks_used")
+        yield per_server(rows, metrics.TOKENS, "tokens")
         yield samples(
             metrics.REQUESTS, (((state,), n) for state, n in client.table.count().items())
         )

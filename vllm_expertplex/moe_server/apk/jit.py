@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import re
-import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +18,12 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_expertplex.cuda import nvcc
+
 HEADER_PACKAGE = "sgl-deep-gemm"
-ARCH = "compute_90a,code=sm_90a"
 _SUPPRESSED = "39,161,174,177,186,940"  # diagnostics inside the packaged headers
 _FLAGS = [
-    "-std=c++20",
-    "-cubin",
-    f"-gencode=arch={ARCH}",
-    "-O3",
+    *nvcc.FLAGS,
     "--expt-relaxed-constexpr",
     f"--diag-suppress={_SUPPRESSED}",
     "--ptxas-options=--register-usage-level=10,-v",
@@ -86,38 +82,28 @@ class Toolchain(msgspec.Struct, frozen=True):
     @staticmethod
     def find() -> Toolchain:
         """Raises RuntimeError naming what is missing and how to get it."""
-        nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-        if nvcc is None:
-            raise RuntimeError(
-                "nvcc not found on PATH or in /usr/local/cuda/bin: install the CUDA toolkit"
-            )
+        compiler = nvcc.find_nvcc()
         # Located, not imported: its binary is not needed.
         spec = importlib.util.find_spec("deep_gemm")
         if spec is None or not spec.submodule_search_locations:
             raise RuntimeError(f"DeepGEMM's headers not found: pip install {HEADER_PACKAGE}")
         include = Path(spec.submodule_search_locations[0]) / "include"
         output = subprocess.run(
-            [nvcc, "--version"], capture_output=True, text=True, check=True
+            [compiler, "--version"], capture_output=True, text=True, check=True
         ).stdout
-        return Toolchain(
-            nvcc, include, f"{output.splitlines()[-1]} {importlib.metadata.version(HEADER_PACKAGE)}"
-        )
-
-
-def sources() -> Path:
-    """The repository's `csrc/`, holding `apk/` and `scheduler/`."""
-    return Path(__file__).resolve().parents[3] / "csrc"
+        headers = importlib.metadata.version(HEADER_PACKAGE)
+        return Toolchain(compiler, include, f"{output.splitlines()[-1]} {headers}")
 
 
 def cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vllm-expertplex" / "apk"
+    return nvcc.cache_dir("apk")
 
 
 def cache_key(shape: KernelShape, version: str) -> str:
     """Covers everything that decides the result: sources, flags, shapes, compiler, headers."""
     digest = hashlib.sha256()
-    for path in sorted([*sources().glob("apk/*.cu*"), *sources().glob("scheduler/*.h")]):
+    sources = nvcc.csrc()
+    for path in sorted([*sources.glob("apk/*.cu*"), *sources.glob("scheduler/*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     choice = f"{UNROLLS} {_ELSEWHERE}"
     digest.update("\0".join([*_FLAGS, *shape.defines(0), choice, version]).encode())
@@ -147,8 +133,8 @@ def compile_kernel(shape: KernelShape, out: Path, unroll: int, tools: Toolchain)
         *_FLAGS,
         *shape.defines(unroll),
         f"-I{tools.include}",
-        f"-I{sources()}",
-        str(sources() / "apk" / "kernel.cu"),
+        f"-I{nvcc.csrc()}",
+        str(nvcc.csrc() / "apk" / "kernel.cu"),
         "-o",
         str(out),
     ]
