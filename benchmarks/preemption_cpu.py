@@ -58,6 +58,8 @@ def operation(tokens: int, phase: int, source: int) -> Operation:
         lambda: None,
     )
 
+UNCOUNTED = 6
+
 
 class Client:
     """An attention server with one operation in flight."""
@@ -117,9 +119,16 @@ class Prefill:
 
 
 def latencies(count: int, gap_s: float, once: Callable[[], float]) -> list[float]:
+    """Sorted times of `count` operations at any moment of a prefill operation.
+
+    Each follows a few that are not counted, as the layers of a decode step follow each other: the
+    first after a pause would time how long the cores take to wake up, which prefill spares it.
+    """
     out = []
     for k in range(count):
-        time.sleep(gap_s * (0.5 + (k * 0.618) % 1))  # at any moment of a prefill operation
+        time.sleep(gap_s * (0.5 + (k * 0.618) % 1))
+        for _ in range(UNCOUNTED):
+            once()
         out.append(once())
     return sorted(out)
 

@@ -2,6 +2,8 @@
 // coalescing windows and deadlines. Whoever submits, and the clock, act as the scheduler's one
 // controller under a mutex.
 #pragma once
+#include <sys/prctl.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -199,6 +201,7 @@ class Engine {
   }
 
   void keep_time() {
+    prctl(PR_SET_TIMERSLACK, 1UL);  // ns; a window is 6 times the 50 us that timers may be late by
     std::unique_lock lock(control_);
     while (!stopping_) {
       const uint64_t now = clock_ns();
