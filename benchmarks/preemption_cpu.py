@@ -58,6 +58,7 @@ def operation(tokens: int, phase: int, source: int) -> Operation:
         lambda: None,
     )
 
+
 UNCOUNTED = 6
 
 

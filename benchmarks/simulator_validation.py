@@ -18,6 +18,7 @@ import time
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 import numpy as np
 from _report import Row, write
 from rich.console import Console
@@ -37,6 +38,8 @@ from vllm_expertplex.simulator.steps import NOTHING
 
 WITHIN = 0.20
 PAUSE_S = 0.1
+TOKENS = 200  # of a stream that decodes beside something
+BESIDE = (1, 3, 6)  # streams beside which prefill is measured
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
@@ -97,7 +100,8 @@ class Calibration(NamedTuple):
 async def calibrate(client: Client, longest: int, batches: list[int], bar: Progress) -> Calibration:
     """Measure lone prefills, decode batches, and both together; fit iteration times."""
     lengths = [n for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n <= longest]
-    task = bar.add_task("calibrating", total=5 * len(lengths) + len(batches) * 2 + 3)
+    total = 5 * len(lengths) + len(batches) * 2 + len(BESIDE) + 1
+    task = bar.add_task("calibrating", total=total)
     await client.complete(min(64, longest), 8)  # warm up
     prefill = []
     for length in lengths:
@@ -114,49 +118,74 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
             gaps = [g for r in replies for g in r.gaps[15:35]]
             decode.append(Point(batch, length + 30, float(np.mean(gaps))))
             bar.advance(task)
-    # Streams long enough that they decode beside prefill nearly all of their time.
-    running = [asyncio.create_task(client.complete(longest // 2, 400)) for _ in range(2)]
-    beside = []
-    while not all(t.done() for t in running):
-        beside.append((await client.complete(longest // 2, 1)).first)
+    plain = MeasuredSteps(
+        fit(prefill, ("1", "x", "x s")), fit(decode, ("1", "x", "x s"), hold_out=5)
+    )
+    half = longest // 2
+    slow_d, slow_p = [], []
+    for streams in BESIDE:
+        gaps, first = await together(client, streams, half)
+        alone_d = plain.decode(streams, streams, half + TOKENS / 2, 1.0).total
+        alone_p = plain.prefill(NOTHING.plus(0, half), half, 1.0).total
+        slow_d.append((float(streams), max(1.0, gaps / alone_d)))
+        slow_p.append((float(streams), max(1.0, first / alone_p)))
+        bar.advance(task)
+    lone, iterations = await handoffs(client, half)
     bar.advance(task)
-    slowed = float(np.mean([g for t in running for g in t.result().gaps[20:-5]]))
-    joining = []
-    for _ in range(8):
-        await asyncio.sleep(PAUSE_S)
-        joining.append(await client.complete(longest // 2, 12))
-    lone = [r.gaps[0] - float(np.mean(r.gaps[1:])) for r in joining]
-    other = asyncio.create_task(client.complete(longest // 2, 400))
-    joining = []
-    while not other.done():
-        joining.append(await client.complete(longest // 2, 12))
-    # On average it meets an iteration half done, which is no part of the handoff.
-    busy = [r.gaps[0] - 1.5 * float(np.mean(r.gaps[1:])) for r in joining[:-1]]
-    bar.advance(task)
-    fit_p = fit(prefill, ("1", "x", "x s"))
-    fit_d = fit(decode, ("1", "x", "x s"), hold_out=5)
-    plain = MeasuredSteps(fit_p, fit_d)
-    alone_p = plain.prefill(NOTHING.plus(0, longest // 2), longest // 2, 1.0).total
-    alone_d = plain.decode(2, 2, longest // 2 + 200, 1.0).total
-    slow_d, slow_p = max(1.0, slowed / alone_d), max(1.0, float(np.mean(beside)) / alone_p)
+    steps = msgspec.structs.replace(
+        plain, beside_prefill=tuple(slow_d), beside_decode=tuple(slow_p),
+        handoff_s=lone, handoff_iterations=iterations,
+    )  # fmt: skip
     return Calibration(
-        MeasuredSteps(
-            fit_p,
-            fit_d,
-            beside_prefill=slow_d,
-            beside_decode=slow_p,
-            handoff_idle=max(0.0, float(np.median(lone))),
-            handoff_busy=max(0.0, float(np.median(busy))),
-        ),
+        steps,
         [
-            ("prefill fit, held-out mean error", fit_p.held_out_mean_error),
-            ("decode fit, held-out mean error", fit_d.held_out_mean_error),
-            ("decode slower beside prefill, times", slow_d),
-            ("prefill slower beside decode, times", slow_p),
-            ("handoff to an idle decode server, s", float(np.median(lone))),
-            ("handoff to a busy one, s", float(np.median(busy))),
+            ("prefill fit, held-out mean error", steps.prefill_fit.held_out_mean_error),
+            ("decode fit, held-out mean error", steps.decode_fit.held_out_mean_error),
+            *((f"{n:.0f} decode slower beside prefill, times", f) for n, f in slow_d),
+            *((f"prefill slower beside {n:.0f} decode, times", f) for n, f in slow_p),
+            ("handoff to an idle decode server, s", lone),
+            ("and to a busy one, iterations", iterations),
         ],
     )
+
+
+async def together(client: Client, streams: int, length: int) -> tuple[float, float]:
+    """Means of decode gaps and of TTFT while `streams` decode and prompts follow each other."""
+    running = [asyncio.create_task(client.complete(length, TOKENS)) for _ in range(streams)]
+    await asyncio.sleep(0)
+    first = []
+    while not any(t.done() for t in running):
+        first.append((await client.complete(length, 1)).first)
+    replies = await asyncio.gather(*running)
+    # From when all of them decode until the first has finished.
+    begin = max(r.first for r in replies)
+    end = min(r.last for r in replies)
+    gaps = [
+        g
+        for r in replies
+        for g, at in zip(r.gaps, r.first + np.cumsum(r.gaps), strict=True)
+        if begin < at - g and at <= end
+    ]
+    # The first prompts queued behind those of the streams.
+    return float(np.mean(gaps)), float(np.mean(first[2:-1]))
+
+
+async def handoffs(client: Client, length: int) -> tuple[float, float]:
+    """Seconds to a decode server that stands still; what one that runs adds, in iterations."""
+    lone = []
+    for _ in range(8):
+        await asyncio.sleep(PAUSE_S)
+        reply = await client.complete(length, 12)
+        lone.append(reply.gaps[0] - float(np.mean(reply.gaps[1:])))
+    seconds = max(0.0, float(np.median(lone)))
+    other = asyncio.create_task(client.complete(length, 2 * TOKENS))
+    busy = []
+    while not other.done():
+        reply = await client.complete(length, 12)
+        iteration = float(np.mean(reply.gaps[1:]))
+        # On average it meets an iteration half done, which is no part of the handoff.
+        busy.append((reply.gaps[0] - seconds) / iteration - 1.5)
+    return seconds, max(0.0, float(np.mean(busy[:-1])))
 
 
 async def send(client: Client, requests: Requests, bar: Progress) -> Requests:

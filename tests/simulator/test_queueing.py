@@ -16,14 +16,14 @@ class Constant:
     def __init__(self, prefill: float, decode: float, handoff: float = 0.0) -> None:
         self.prefill_time, self.decode_time, self.handoff_time = prefill, decode, handoff
 
-    def prefill(self, work, tokens, sms):
+    def prefill(self, work, tokens, sms, beside=0.0):
         return Timing(self.prefill_time, 0.0)
 
     def decode(self, each, batch, length, sms):
         return Timing(self.decode_time, 0.0)
 
-    def handoff(self, busy):
-        return 0.0 if busy else self.handoff_time
+    def handoff(self, iteration):
+        return 0.0 if iteration else self.handoff_time
 
 
 def system(m2, requests, steps) -> ExpertPlex:

@@ -47,14 +47,20 @@ NOTHING = Work(0.0, 0.0)
 class Steps(Protocol):
     """Times of iterations. `sms`: share of the MoE servers' SMs."""
 
-    def prefill(self, work: Work, tokens: float, sms: float) -> Timing:
-        """`work` on the fullest server, `tokens` over all servers that run now."""
+    def prefill(self, work: Work, tokens: float, sms: float, beside: float = 0.0) -> Timing:
+        """`work` on the fullest server, `tokens` over all servers that run now.
+
+        `beside`: requests that decode meanwhile, for times in which `sms` says too little.
+        """
 
     def decode(self, each: float, batch: float, length: float, sms: float) -> Timing:
         """`each` queries at context `length` on the fullest server, `batch` over all."""
 
-    def handoff(self, busy: bool) -> float:
-        """Seconds from prefill to decode beyond the KV's time on the link; `busy`: decode runs."""
+    def handoff(self, iteration: float) -> float:
+        """Seconds from prefill to decode beyond the KV's time on the link.
+
+        `iteration`: seconds of the decode iteration that runs, 0 when none does.
+        """
 
 
 class ModelSteps:
@@ -81,7 +87,7 @@ class ModelSteps:
         }
         self._known: dict[tuple[float, ...], Timing] = {}
 
-    def prefill(self, work: Work, tokens: float, sms: float) -> Timing:
+    def prefill(self, work: Work, tokens: float, sms: float, beside: float = 0.0) -> Timing:
         length = _rounded(work.squares / work.tokens)
         each = _rounded(work.tokens) / length
         key = (0.0, each, length, _rounded(tokens), round(sms, 2))
@@ -99,7 +105,7 @@ class ModelSteps:
             )
         return self._known[key]
 
-    def handoff(self, busy: bool) -> float:
+    def handoff(self, iteration: float) -> float:
         return 0.0
 
     def _fastest(

@@ -108,7 +108,8 @@ class ExpertPlex(System):
         server.held += int(work.tokens)
         running = sum(s.work.tokens for s in self.prefill if s.work)
         share = 1.0 - self._decode_share() * self._decode_duty()
-        server.timing = self.steps.prefill(work, running, share)
+        decoding = float(self.decode.running) if self.stepping else 0.0
+        server.timing = self.steps.prefill(work, running, share, decoding)
         delay = max(0.0, self.paused_until - self.clock.now) + server.timing.total
         self.clock.after(delay, lambda: self._end_prefill(server, server.batch))
 
@@ -135,7 +136,8 @@ class ExpertPlex(System):
             self.decode.reserve(request, rank)
             size = float(self.latency.network.kv_transfer(self.requests.inputs[request]))
             server.link_free = max(server.link_free, self.clock.now) + size
-            there = server.link_free + self.decode_steps.handoff(self.stepping)
+            iteration = self.decode_timing.total if self.stepping else 0.0
+            there = server.link_free + self.decode_steps.handoff(iteration)
             self.clock.at(there, partial(self._kv_moved, request, server, rank))
 
     def _kv_moved(self, request: int, server: _PrefillServer, rank: int) -> None:
