@@ -1,4 +1,4 @@
-"""What every planner and simulator benchmark ends with: rows as JSON beside the printed table."""
+"""What planner, simulator and goodput benchmarks end with: rows as JSON beside the table."""
 
 import datetime
 import json
@@ -38,7 +38,7 @@ def write(benchmark: str, rows: list[Row], path: str | None) -> None:
             {
                 "benchmark": benchmark,
                 "date": datetime.date.today().isoformat(),
-                "device": _processor(),
+                "device": _device(),
                 "commit": commit,
                 "command": " ".join(["python", *sys.argv]),
                 "rows": [asdict(row) for row in rows],
@@ -47,6 +47,14 @@ def write(benchmark: str, rows: list[Row], path: str | None) -> None:
         )
         + "\n"
     )
+
+
+def _device() -> str:
+    """The GPUs of a benchmark that used some, else the processor."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}"
+    return _processor()
 
 
 def _processor() -> str:

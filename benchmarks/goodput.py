@@ -8,20 +8,28 @@ both targets; found by bisection with vLLM's benchmark client. For every system 
 the KV budget, and the attainment of TTFT, TPOT and both at every rate that was tried. Without GPUs
 it runs on CPU, which serves tiny models only. Options after `--` go to every `vllm serve`. vLLM's
 client needs `pip install vllm[bench]`.
+
+Starting a system takes longer than measuring it, so `--speed FILE` also measures each one as
+`model_speed.py` does, and where a decode step's time goes (`step_profile.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import model_speed
+import step_profile
 import torch
 from _report import Row, write
+from apk.common import report
 from rich.console import Console
 from rich.table import Table
 from slo import client, search, systems, workload
@@ -65,12 +73,49 @@ class Load(NamedTuple):
         return path, count
 
 
+class Speed:
+    """What each system does with nothing else to do; written to `path` as they come."""
+
+    def __init__(self, setup: systems.Setup, path: Path) -> None:
+        self._logs, self._path = setup.logs, path
+        config = json.loads((setup.model / "config.json").read_text())
+        self._layers = int(config["num_hidden_layers"])
+        self._found: dict[str, dict[str, float]] = {}
+        self._steps: list[dict[str, Any]] = []
+
+    def options(self, name: str) -> tuple[str, ...]:
+        return step_profile.options(self._traces(name))
+
+    def _traces(self, name: str) -> Path:
+        return self._logs / f"traces-{name}"
+
+    def measure(self, name: str, running: systems.Running) -> None:
+        self._found[name] = model_speed.measure(running.base_url)
+        with step_profile.recording(running.base_url):
+            model_speed.decode(running.base_url, model_speed.DECODE_BATCHES[-1], 128)
+        if step := step_profile.of_folder(self._traces(name), self._layers):
+            print(f"{name}: a step of {step.period:.0f} us", step.kinds, flush=True)
+            self._steps += step_profile.rows(name, step)
+        ours, (other, plain) = self._found.get("expertplex"), list(self._found.items())[-1]
+        if ours is None or other == "expertplex":
+            ours, other, plain = plain, "", {}
+        rows = model_speed.rows(self._layers, ours, plain, other)
+        report("model-speed", rows + self._steps, self._path)
+
+
 def measure(
-    name: str, setup: systems.Setup, load: Load, targets: Targets, start: float
+    name: str,
+    setup: systems.Setup,
+    load: Load,
+    targets: Targets,
+    start: float,
+    precision: float,
+    inspect: Callable[[str, systems.Running], None],
 ) -> Measured:
     tokenizer = AutoTokenizer.from_pretrained(setup.model)
     with systems.SYSTEMS[name](setup) as running:
         console.print(f"{name}: started in {running.start_s:.0f} s, KV {running.kv_tokens} tokens")
+        inspect(name, running)
         log = setup.logs / f"{name}-client.log"
 
         def probe(rate: float, most: int | None = None) -> search.Attainment:
@@ -86,7 +131,7 @@ def measure(
             return met
 
         probe(start, 16)  # first use compiles kernels
-        best, probes = search.goodput(probe, start)
+        best, probes = search.goodput(probe, start, precision=precision)
     return Measured(best, running.kv_tokens, running.start_s, probes)
 
 
@@ -150,10 +195,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--requests", type=int, default=200, help="per rate, at least")
     parser.add_argument("--seconds", type=float, default=60, help="of load per rate, at least")
     parser.add_argument("--start", type=float, default=1.0, help="first rate to try")
+    parser.add_argument("--precision", type=float, default=0.05, help="of goodput, relative")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for logs, vLLM's results and the plot")
     parser.add_argument("--json", type=str, help="write the rows to this file")
+    parser.add_argument("--speed", type=Path, help="measure each system's speed, too, to this file")
     options = parser.parse_args(argv[:cut])
     options.systems = options.systems.split(",")
     if unknown := set(options.systems) - set(systems.SYSTEMS):
@@ -179,14 +226,20 @@ def main() -> None:
         )
         load = Load(options.workload, options.requests, options.seconds, options.seed)
         targets, found = Targets(options.ttft, options.tpot), {}
+        speed = Speed(setup, options.speed) if options.speed else None
         for name in options.systems:
             begun = datetime.datetime.now()
-            found[name] = measure(name, setup, load, targets, options.start)
+            mine, inspect = setup, lambda name, running: None
+            if speed:
+                mine = setup._replace(options=(*setup.options, *speed.options(name)))
+                inspect = speed.measure
+            given = (name, mine, load, targets, options.start, options.precision, inspect)
+            found[name] = measure(*given)
             console.print(f"{name}: {(datetime.datetime.now() - begun).seconds} s")
+            write("goodput", rows(found), options.json)
         show(found)
         if options.out:
             plot(found, out / "attainment.png")
-        write("goodput", rows(found), options.json)
 
 
 if __name__ == "__main__":

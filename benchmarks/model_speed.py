@@ -1,6 +1,7 @@
 """How fast a deployment prefills and decodes a model of real dimensions, with random weights.
 
     python benchmarks/model_speed.py [--layers N] [--plain] [--json FILE]
+    python benchmarks/model_speed.py --write FOLDER    (the model, for other benchmarks)
 
 MiniMax-M2.7's dimensions (FP8 in 128x128 blocks, 256 experts, 8 per token) with as many of its 62
 layers as the GPUs hold: times per layer are what to compare. Tokens are sampled at temperature 1,
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -21,17 +21,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from apk.common import report, row
 
 from vllm_expertplex.checkpoints.tokenizer import train_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from e2e.server import MODEL_NAME, Server, serve
+from e2e.server import MODEL_NAME, serve
 
 PREFILL_TOKENS = 8192
 DECODE_BATCHES = (1, 16, 64)
-DECODE_TOKENS = 257
+DECODE_TOKENS = (32, 160)
 CONTEXT = 512
 M27: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"],
@@ -101,62 +102,78 @@ def prompt(tokens: int) -> list[int]:
     return [random.randrange(2, 4000) for _ in range(tokens)]
 
 
-def prefill_rate(server: Server, prompts: int = 4, repeats: int = 4) -> float:
+def client(base_url: str) -> httpx.Client:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.Client(base_url=base_url, timeout=120, trust_env=False, limits=limits)
+
+
+def decode(base_url: str, batch: int, tokens: int) -> None:
+    """Let `batch` requests decode `tokens` tokens each."""
+    with client(base_url) as http:
+        seconds(http, [prompt(CONTEXT) for _ in range(batch)], tokens)
+
+
+def seconds(http: httpx.Client, prompts: list[list[int]], tokens: int) -> float:
+    """Until all of `prompts`, sent at once, have been answered with `tokens` tokens each."""
+    body = {"model": MODEL_NAME, "max_tokens": tokens, "temperature": 1, "ignore_eos": True}
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for answer in pool.map(
+            lambda p: http.post("/v1/completions", json=body | {"prompt": p}), prompts
+        ):
+            answer.raise_for_status()
+    return time.perf_counter() - begin
+
+
+def prefill_rate(http: httpx.Client, repeats: int, prompts: int = 8) -> float:
     """Tokens per second over `prompts` at once; the best of several times."""
-    body = {"max_tokens": 1, "temperature": 1}
-
-    def once() -> float:
-        texts = [prompt(PREFILL_TOKENS) for _ in range(prompts)]
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(prompts) as pool:
-            for answer in pool.map(
-                lambda p: server.post("/v1/completions", body | {"prompt": p}), texts
-            ):
-                answer.raise_for_status()
-        return prompts * PREFILL_TOKENS / (time.perf_counter() - begin)
-
-    return max(once() for _ in range(repeats))
+    best = min(
+        seconds(http, [prompt(PREFILL_TOKENS) for _ in range(prompts)], 1) for _ in range(repeats)
+    )
+    return prompts * PREFILL_TOKENS / best
 
 
-def token_times(server: Server, text: list[int], count: int) -> list[float]:
-    """When each event of a streamed answer came, s."""
-    body = {"prompt": text, "max_tokens": count, "temperature": 1, "ignore_eos": True}
-    times = []
-    with server.http.stream(
-        "POST", "/v1/completions", json={"model": MODEL_NAME, "stream": True, **body}
-    ) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                times.append(time.perf_counter())
-    return times
+def decode_ms(http: httpx.Client, batch: int, repeats: int = 2) -> float:
+    """ms per token while `batch` requests decode: what more tokens take beyond few. Not streamed,
+    so that neither HTTP server nor client is what is measured.
+    """
+    few, many = (
+        min(seconds(http, [prompt(CONTEXT) for _ in range(batch)], n) for _ in range(repeats))
+        for n in DECODE_TOKENS
+    )
+    return (many - few) * 1e3 / (DECODE_TOKENS[1] - DECODE_TOKENS[0])
 
 
-def decode_ms(server: Server, batch: int) -> float:
-    """Median ms per token while all `batch` requests decode."""
-    with ThreadPoolExecutor(batch) as pool:
-        answers = list(
-            pool.map(
-                lambda p: token_times(server, p, DECODE_TOKENS),
-                [prompt(CONTEXT) for _ in range(batch)],
-            )
-        )
-    begin, end = max(t[0] for t in answers), min(t[-1] for t in answers)
-    steps = [sum(begin <= t <= end for t in times) - 1 for times in answers]
-    return (end - begin) * 1e3 / statistics.median(steps)
-
-
-def measure(server: Server) -> dict[str, float]:
+def measure(base_url: str) -> dict[str, float]:
     """Everything once to warm up (kernels compile at first use), then for real."""
-    prefill_rate(server, repeats=1)
     found = {}
-    for batch in DECODE_BATCHES:
-        decode_ms(server, batch)
-        found[f"decode, {batch} requests"] = min(decode_ms(server, batch) for _ in range(2))
-        print(f"decode {batch}: {found[f'decode, {batch} requests']:.3f} ms", flush=True)
-    found["prefill"] = prefill_rate(server)
-    print(f"prefill: {found['prefill']:.0f} tokens/s", flush=True)
+    with client(base_url) as http:
+        prefill_rate(http, 1)
+        for batch in DECODE_BATCHES:
+            seconds(http, [prompt(CONTEXT) for _ in range(batch)], DECODE_TOKENS[0])
+            found[f"decode, {batch} requests"] = decode_ms(http, batch)
+            print(f"decode {batch}: {found[f'decode, {batch} requests']:.3f} ms", flush=True)
+        found["prefill"] = prefill_rate(http, 3)
+        print(f"prefill: {found['prefill']:.0f} tokens/s", flush=True)
     return found
+
+
+def rows(
+    layers: int, ours: dict[str, float], plain: dict[str, float] | None = None, name: str = ""
+) -> list[dict]:
+    """`plain`: what vLLM itself, called `name`, does. Per layer: everything in a step, head and
+    sampling too, over the number of layers.
+    """
+    table, plain = [], plain or {}
+    for what, value in ours.items():
+        prefill = what == "prefill"
+        unit = "tokens/s" if prefill else "ms/token"
+        table.append(row(f"{what}, {layers} layers", unit, value, plain.get(what), name))
+        scale = layers if prefill else 1e3 / layers
+        peer = plain[what] * scale if what in plain else None
+        unit = "tokens/s/layer" if prefill else "us/layer"
+        table.append(row(f"{what}, per layer", unit, value * scale, peer, name))
+    return table
 
 
 def main() -> None:
@@ -166,8 +183,14 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="measure vLLM itself as well")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--write", type=Path, help="only write configuration and tokenizer there")
     options = parser.parse_args()
+    if options.write:
+        options.write.mkdir(parents=True, exist_ok=True)
+        write_model(options.write, options.layers)
+        return
     gpus = torch.cuda.device_count()
+    name = f"vLLM TP{gpus}+EP{gpus}"
     with tempfile.TemporaryDirectory() as scratch:
         logs = options.logs or Path(scratch)
         model = Path(scratch) / "model"
@@ -175,22 +198,14 @@ def main() -> None:
         write_model(model, options.layers)
         with serve(model, logs / "ours.log", layout=options.layout, options=OPTIONS) as server:
             print(f"started in {server.start_s:.0f} s", flush=True)
-            ours = measure(server)
+            ours = measure(server.base_url)
         plain: dict[str, float] = {}
         if options.plain:
             parallel = ("--tensor-parallel-size", str(gpus), "--enable-expert-parallel")
             with serve(model, logs / "plain.log", options=(*OPTIONS, *parallel)) as server:
-                print(f"plain started in {server.start_s:.0f} s", flush=True)
-                plain = measure(server)
-    name = f"vLLM TP{gpus}+EP{gpus}" if plain else ""
-    rows = []
-    for what, value in ours.items():
-        unit = "tokens/s" if what == "prefill" else "ms/token"
-        rows.append(row(f"{what}, {options.layers} layers", unit, value, plain.get(what), name))
-        per_layer = value * options.layers if what == "prefill" else value / options.layers * 1e3
-        unit = "tokens/s/layer" if what == "prefill" else "us/layer"
-        rows.append(row(f"{what}, per layer", unit, per_layer))
-    report("model-speed", rows, options.json)
+                print(f"{name} started in {server.start_s:.0f} s", flush=True)
+                plain = measure(server.base_url)
+    report("model-speed", rows(options.layers, ours, plain, name if plain else ""), options.json)
 
 
 if __name__ == "__main__":

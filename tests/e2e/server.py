@@ -50,9 +50,13 @@ class Server:
         self.port = port
         self.log = log
         self.start_s = 0.0  # until /health answered 200
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False)
+        self.http = httpx.Client(base_url=self.base_url, timeout=120, trust_env=False)
         self._mark = mark
         self._shm: set[Path] = set()  # shared-memory files its processes have mapped
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
         """POST to the server's `path`; any status is returned, not raised."""

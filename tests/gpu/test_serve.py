@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from e2e.models import baseline, checkpoint
-from e2e.server import Server, serve
+from e2e.server import START_DEADLINE_S, Server, serve, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
 
@@ -40,9 +40,11 @@ GRAPHS = (
     "--no-enforce-eager",
     "--compilation-config",
     '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}',
+    *("--gpu-memory-utilization", "0.2"),  # both at once
 )
 PLAIN = ("--kv-cache-memory-bytes", "2000000000")
-# How much larger than plain vLLM's our error may be: both are means over 256 random tokens.
+# How much larger than plain vLLM's our error may be: both are medians over 512 tokens. Means hang
+# on the few tokens where a rounding changed the choice of an expert.
 MOST_ERROR = 1.5
 
 
@@ -66,8 +68,8 @@ def ask_all(server: Server, prompts: Sequence[list[int]]) -> list[Answer]:
         return [ask(server, p) for p in prompts] + list(pool.map(lambda p: ask(server, p), prompts))
 
 
-def error(answers: Sequence[Answer], reference: torch.nn.Module) -> float:
-    """Mean distance of the reported log-probabilities from the reference's, in nats."""
+def errors(answers: Sequence[Answer], reference: torch.nn.Module) -> list[float]:
+    """Distances of the reported log-probabilities from the reference's, in nats."""
     differences = []
     for prompt, tokens, logprobs in answers:
         with torch.inference_mode():
@@ -75,7 +77,18 @@ def error(answers: Sequence[Answer], reference: torch.nn.Module) -> float:
         expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
         for row, token, logprob in zip(expected, tokens, logprobs, strict=True):
             differences.append(abs(float(row[token]) - logprob))
-    return statistics.mean(differences)
+    return differences
+
+
+def apart(one: Sequence[Answer], other: Sequence[Answer]) -> list[float]:
+    """Distances of two servers' log-probabilities, for as long as their texts are the same."""
+    differences = []
+    for a, b in zip(one, other, strict=True):
+        for s, t, x, y in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=True):
+            if s != t:
+                break
+            differences.append(abs(x - y))
+    return differences or [float("nan")]
 
 
 @pytest.mark.parametrize("name", ["minimax-m2", "minimax-m2-fp8", "qwen3-moe"])
@@ -83,12 +96,21 @@ def test_answers_are_as_near_to_exact_ones_as_plain_vllms(name: str, tmp_path: P
     model = checkpoint(name)
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer(p).input_ids for p in PROMPTS]
-    with serve(model, tmp_path / "plain.log", options=(*GRAPHS, *PLAIN)) as server:
-        plain = ask_all(server, prompts)
-    with serve(model, tmp_path / "ours.log", layout="1P1D1E", options=GRAPHS) as server:
-        ours = ask_all(server, prompts)
+    with (
+        start(model, tmp_path / "plain.log", options=(*GRAPHS, *PLAIN)) as server,
+        serve(model, tmp_path / "ours.log", layout="1P1D1E", options=GRAPHS) as our_server,
+    ):
+        server.wait_healthy(START_DEADLINE_S)
+        plain, ours = ask_all(server, prompts), ask_all(our_server, prompts)
     reference = AutoModelForCausalLM.from_pretrained(baseline(name), dtype=torch.float32).eval()
-    errors = error(plain, reference), error(ours, reference)
+    found = {}
+    for who, answers in (("plain", plain), ("ours", ours)):
+        differences = errors(answers, reference)
+        found[who] = statistics.median(differences)
+        mean = statistics.mean(differences)
+        print(f"{name}, {who}: median error {found[who]:.4f} nats, mean {mean:.4f}")
     same = sum(a.tokens == b.tokens for a, b in zip(plain, ours, strict=True))
-    print(f"{name}: error plain {errors[0]:.4f}, ours {errors[1]:.4f}; same text {same}/16")
-    assert errors[1] < MOST_ERROR * errors[0] + 0.01
+    distances = apart(plain, ours)
+    print(f"{name}: apart {statistics.median(distances):.4f} nats, mean", end=" ")
+    print(f"{statistics.mean(distances):.4f}; same text {same}/{len(ours)}")
+    assert found["ours"] < MOST_ERROR * found["plain"] + 0.01

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -16,14 +17,17 @@ from rich.table import Table
 
 from vllm_expertplex.planner.fit import Point, fit
 from vllm_expertplex.planner.model_configs import load_model
+from vllm_expertplex.planner.models import ModelSpec
 from vllm_expertplex.planner.profile import Fit, MoeFit, Profile, write_profile
+from vllm_expertplex.planner.profiler import Grid
 
 HELP = "measure attention and MoE kernels of a model for the planner and the simulator"
 EPILOG = """examples:
-  vllm-expertplex profile ./tiny-model --output cpu.json
-  vllm-expertplex plan ./tiny-model --profile cpu.json --gpus 4 --workload 128/32 --ttft 5 --tpot 1
-One layer is measured with random weights; times do not depend on the weights. This version
-measures on the CPU, for small models; it has no GPU measurement yet."""
+  vllm-expertplex profile minimax-m2.7 --output m2.7.json
+  vllm-expertplex plan minimax-m2.7 --profile m2.7.json --gpus 8 --ttft 1 --tpot 0.05
+  vllm-expertplex profile ./tiny-model --device cpu --output cpu.json
+One layer is measured with random weights; times do not depend on the weights. On a Hopper GPU that
+takes a minute; without one, it is measured on the CPU, for small models."""
 ATTENTION = ("1", "x", "x s", "x s^2")
 MOE = ("1", "x", "s")
 
@@ -33,12 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", help="catalogue name, directory or config.json")
     parser.add_argument("--output", "-o", metavar="FILE", default="profile.json")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="a GPU if there is one"
+    )
+    parser.add_argument(
+        "--most-tokens", type=int, help="largest prefill measured (default: GPU 8192, CPU 1024)"
+    )
+    cpu = parser.add_argument_group("on the CPU")
+    cpu.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    cpu.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, help="torch threads of a whole server"
     )
-    parser.add_argument("--tile", type=int, default=16, help="rows of a tile (M_t of eq. 3)")
-    parser.add_argument("--most-tokens", type=int, default=1024, help="largest prefill measured")
+    cpu.add_argument("--tile", type=int, default=16, help="rows of a tile (M_t of eq. 3)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,60 +62,108 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+class Job(NamedTuple):
+    """One component to measure and fit; `budget`: SMs (CPU: threads)."""
+
+    name: str
+    budget: int
+    measure: Callable[[], Iterator[Point]]
+    points: int
+    terms: tuple[str, ...]
+
+
 def measure(args: argparse.Namespace, console: Console) -> Profile:
-    """Profile the model of the parsed options on this CPU."""
-    from vllm_expertplex.planner.profiler import CpuProfiler, cpu_grid
+    """Profile the model of the parsed options on a GPU or on this CPU."""
+    import torch
 
     model = load_model(args.model)
-    size = 2 * model.experts * model.expert_parameters * 2
-    if size > 8e9:
-        raise ValueError(
-            f"one MoE layer of {model.name} takes {size / 1e9:.0f} GB to measure on a CPU; profile "
-            "a small model here, and plan this one from data sheets (leave --profile out)"
-        )
-    profiler, grid = CpuProfiler(model, args.dtype), cpu_grid(args.most_tokens)
-    budgets = sorted({1, args.threads})
+    gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     begin = time.monotonic()
-    jobs: list[tuple[str, int, Callable[[], Iterator[Point]], int, tuple[str, ...]]] = [
-        ("prefill attention", args.threads, partial(profiler.prefill, grid, args.threads),
-         len(grid.prefill), ATTENTION),
-        ("decode attention", args.threads, partial(profiler.decode, grid, args.threads),
-         len(grid.decode), ATTENTION[:3]),
-    ]  # fmt: skip
-    for phase, tokens in (("prefill", grid.prefill_tokens), ("decode", grid.decode_tokens)):
-        for budget in budgets:
-            points = partial(profiler.moe, tokens, budget, args.tile)
-            jobs.append((f"MoE {phase}", budget, points, len(tokens), MOE))
+    jobs = gpu_jobs(model, args) if gpu else cpu_jobs(model, args)
     fits: list[tuple[str, int, Fit]] = []
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("measuring", total=sum(job[3] for job in jobs))
-        for name, budget, measured, _, terms in jobs:
-            bar.update(task, description=f"{name}, {budget} threads")
+        task = bar.add_task("measuring", total=sum(job.points for job in jobs))
+        for job in jobs:
+            bar.update(task, description=f"{job.name}, {job.budget} {'SMs' if gpu else 'threads'}")
             found = []
-            for point in measured():
+            for point in job.measure():
                 found.append(point)
                 bar.advance(task)
-            fits.append((name, budget, fit(found, terms)))
-    console.print(_table(fits))
+            fits.append((job.name, job.budget, fit(found, job.terms)))
+    console.print(_table(fits, "SMs" if gpu else "threads"))
     console.print(f"measured in {time.monotonic() - begin:.0f} s; written to {args.output}")
+    if gpu:
+        from vllm_expertplex.planner.gpu_profiler import DECODE_TILE, PREFILL_TILE
+
+        tiles = PREFILL_TILE, DECODE_TILE
+    else:
+        tiles = args.tile, args.tile
     return Profile(
-        device=_processor(),
+        device=torch.cuda.get_device_name() if gpu else _processor(),
         model=model.name,
         date=datetime.date.today().isoformat(),
         hidden=model.hidden,
         expert_intermediate=model.expert_intermediate,
-        sms=args.threads,
-        prefill_tile=args.tile,
-        decode_tile=args.tile,
+        sms=max(job.budget for job in jobs),
+        prefill_tile=tiles[0],
+        decode_tile=tiles[1],
         prefill_attention=fits[0][2],
         decode_attention=fits[1][2],
         moe=[MoeFit(phase=n.split()[1], sms=b, fit=f) for n, b, f in fits[2:]],
     )
 
 
-def _table(fits: list[tuple[str, int, Fit]]) -> Table:
+def cpu_jobs(model: ModelSpec, args: argparse.Namespace) -> list[Job]:
+    """Raises ValueError for a model that is too large for a CPU."""
+    from vllm_expertplex.planner.profiler import CpuProfiler, cpu_grid
+
+    size = 2 * model.experts * model.expert_parameters * 2
+    if size > 8e9:
+        raise ValueError(
+            f"one MoE layer of {model.name} takes {size / 1e9:.0f} GB to measure on a CPU; profile "
+            "a small model here, and plan this one from data sheets (leave --profile out)"
+        )
+    profiler, grid = CpuProfiler(model, args.dtype), cpu_grid(args.most_tokens or 1024)
+    return _jobs(
+        grid,
+        sorted({1, args.threads}),
+        partial(profiler.prefill, grid, args.threads),
+        partial(profiler.decode, grid, args.threads),
+        lambda phase, tokens, budget: profiler.moe(tokens, budget, args.tile),
+    )
+
+
+def gpu_jobs(model: ModelSpec, args: argparse.Namespace) -> list[Job]:
+    """Raises ValueError for a model that cannot be measured on a GPU."""
+    from vllm_expertplex.planner.gpu_profiler import GpuProfiler, gpu_grid
+
+    profiler, grid = GpuProfiler(model), gpu_grid(args.most_tokens or 8192)
+    budgets = [profiler.sms // 6 * 2, profiler.sms // 3 * 2, profiler.sms]
+    prefill, decode = partial(profiler.prefill, grid), partial(profiler.decode, grid)
+    return _jobs(grid, budgets, prefill, decode, profiler.moe)
+
+
+def _jobs(
+    grid: Grid,
+    budgets: list[int],
+    prefill: Callable[[], Iterator[Point]],
+    decode: Callable[[], Iterator[Point]],
+    moe: Callable[[str, tuple[int, ...], int], Iterator[Point]],
+) -> list[Job]:
+    return [
+        Job("prefill attention", budgets[-1], prefill, len(grid.prefill), ATTENTION),
+        Job("decode attention", budgets[-1], decode, len(grid.decode), ATTENTION[:3]),
+        *(
+            Job(f"MoE {phase}", budget, partial(moe, phase, tokens, budget), len(tokens), MOE)
+            for phase, tokens in (("prefill", grid.prefill_tokens), ("decode", grid.decode_tokens))
+            for budget in budgets
+        ),
+    ]
+
+
+def _table(fits: list[tuple[str, int, Fit]], unit: str) -> Table:
     table = Table(title="Fits (one layer), error on points the fit did not see")
-    for name in ("component", "threads", "points", "held out", "mean error", "worst", "t ="):
+    for name in ("component", unit, "points", "held out", "mean error", "worst", "t ="):
         table.add_column(name, justify="left" if name in ("component", "t =") else "right")
     for name, budget, f in fits:
         formula = " + ".join(
