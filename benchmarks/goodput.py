@@ -110,6 +110,7 @@ def measure(
     targets: Targets,
     start: float,
     precision: float,
+    most: int,
     inspect: Callable[[str, systems.Running], None],
 ) -> Measured:
     tokenizer = AutoTokenizer.from_pretrained(setup.model)
@@ -131,7 +132,7 @@ def measure(
             return met
 
         probe(start, 16)  # first use compiles kernels
-        best, probes = search.goodput(probe, start, precision=precision)
+        best, probes = search.goodput(probe, start, precision=precision, most=most)
     return Measured(best, running.kv_tokens, running.start_s, probes)
 
 
@@ -196,6 +197,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seconds", type=float, default=60, help="of load per rate, at least")
     parser.add_argument("--start", type=float, default=1.0, help="first rate to try")
     parser.add_argument("--precision", type=float, default=0.05, help="of goodput, relative")
+    parser.add_argument("--rates", type=int, default=30, help="to try at most")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for logs, vLLM's results and the plot")
@@ -233,8 +235,8 @@ def main() -> None:
             if speed:
                 mine = setup._replace(options=(*setup.options, *speed.options(name)))
                 inspect = speed.measure
-            given = (name, mine, load, targets, options.start, options.precision, inspect)
-            found[name] = measure(*given)
+            accuracy = options.precision, options.rates
+            found[name] = measure(name, mine, load, targets, options.start, *accuracy, inspect)
             console.print(f"{name}: {(datetime.datetime.now() - begun).seconds} s")
             write("goodput", rows(found), options.json)
         show(found)

@@ -51,11 +51,12 @@ def goodput(
     precision: float = 0.05,
     lowest: float = 0.01,
     highest: float = 1000.0,
+    most: int = 30,
 ) -> tuple[float, list[Probe]]:
     """The highest rate that was seen to reach `share`, within `precision`, and all probes by rate.
 
     From `start` the rate doubles or halves until two rates enclose the answer, which is then
-    bisected by ratio. 0 where even `lowest` fails.
+    bisected by ratio. 0 where even `lowest` fails. After `most` rates the search ends where it is.
     """
     probes: list[Probe] = []
 
@@ -76,9 +77,9 @@ def goodput(
             rate = low * 2
         else:
             break
-        if not lowest <= rate <= highest:
+        if not lowest <= rate <= highest or len(probes) >= most:
             return low, sorted(probes)
-    while high / low > 1 + precision:
+    while high / low > 1 + precision and len(probes) < most:
         middle = (low * high) ** 0.5
         if enough(middle):
             low = middle

@@ -57,7 +57,8 @@ class GpuProfiler:
                 "attention, is not supported on GPUs; grouped-query attention is"
             )
         self.model, self._attention = model, attention
-        self.fp8 = model.expert_bytes == 1
+        # Bytes count the blocks' scales, too.
+        self.fp8 = model.expert_bytes < 2
         shape = KernelShape(
             model.hidden, model.expert_intermediate, model.experts, model.top_k, bf16=not self.fp8
         )
@@ -83,8 +84,8 @@ class GpuProfiler:
         a, hidden = self._attention, self.model.hidden
         q_width, kv_width = a.heads * a.head_dim, a.kv_heads * a.head_dim
         qkv, out = (
-            _Linear(hidden, q_width + 2 * kv_width, self.model.linear_bytes == 1),
-            _Linear(q_width, hidden, self.model.linear_bytes == 1),
+            _Linear(hidden, q_width + 2 * kv_width, self.model.linear_bytes < 2),
+            _Linear(q_width, hidden, self.model.linear_bytes < 2),
         )
         norm = _normal(hidden)
         pages = -(-_MOST_KV // PAGE)
