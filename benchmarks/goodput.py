@@ -6,8 +6,8 @@
 Goodput is the highest Poisson rate at which at least 90 % of all requests, failures included, meet
 both targets; found by bisection with vLLM's benchmark client. For every system it prints and saves
 the KV budget, and the attainment of TTFT, TPOT and both at every rate that was tried. Without GPUs
-it runs on CPU, which serves tiny models only. Options after `--` go to every `vllm serve`. vLLM's
-client needs `pip install vllm[bench]`.
+it runs on CPU, which serves tiny models only. Options after `--` go to every `vllm serve`, after a
+second `--` to vLLM's own systems only. vLLM's client needs `pip install vllm[bench]`.
 
 Starting a system takes longer than measuring it, so `--speed FILE` also measures each one as
 `model_speed.py` does, and where a decode step's time goes (`step_profile.py`).
@@ -179,8 +179,15 @@ def rows(found: dict[str, Measured]) -> list[Row]:
     return table
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What comes before the first `--`, and what after it."""
     cut = argv.index("--") if "--" in argv else len(argv)
+    return argv[:cut], argv[cut + 1 :]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """`serve` and `plain` are what came after the first and the second `--`."""
+    argv, rest = split(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -203,15 +210,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, help="folder for logs, vLLM's results and the plot")
     parser.add_argument("--json", type=str, help="write the rows to this file")
     parser.add_argument("--speed", type=Path, help="measure each system's speed, too, to this file")
-    options = parser.parse_args(argv[:cut])
+    options = parser.parse_args(argv)
+    options.serve, options.plain = split(rest)
     options.systems = options.systems.split(",")
     if unknown := set(options.systems) - set(systems.SYSTEMS):
         parser.error(f"--systems: {unknown} unknown; choose from {', '.join(systems.SYSTEMS)}")
-    return options, argv[cut + 1 :]
+    return options
 
 
 def main() -> None:
-    options, serve_options = parse(sys.argv[1:])
+    options = parse(sys.argv[1:])
     interrupt_on_sigterm()  # so that its servers end with it
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
@@ -223,8 +231,9 @@ def main() -> None:
             (
                 *("--max-model-len", str(options.max_model_len)),
                 *(GPU_OPTIONS if gpus else ()),
-                *serve_options,
+                *options.serve,
             ),
+            options.plain,
         )
         load = Load(options.workload, options.requests, options.seconds, options.seed)
         targets, found = Targets(options.ttft, options.tpot), {}

@@ -30,7 +30,7 @@ __all__ = ["MODEL_NAME", "SYSTEMS", "Running", "Setup", "interrupt_on_sigterm"]
 
 
 class Setup(NamedTuple):
-    """What all systems share. `options` go to every `vllm serve`."""
+    """What all systems share. `options` go to every `vllm serve`, `plain` to vLLM's own only."""
 
     model: Path
     logs: Path
@@ -39,6 +39,7 @@ class Setup(NamedTuple):
     colocated: str  # `tp` or `dp` over all GPUs
     max_model_len: int
     options: Sequence[str]
+    plain: Sequence[str] = ()
 
 
 class Running(NamedTuple):
@@ -76,7 +77,8 @@ def expertplex(setup: Setup) -> Iterator[Running]:
 def _colocated(setup: Setup, name: str, options: Sequence[str]) -> Iterator[Running]:
     log = setup.logs / f"{name}.log"
     parallel = _parallel(setup.colocated, setup.gpus)
-    with serve(setup.model, log, options=(*setup.options, *parallel, *options)) as server:
+    given = (*setup.options, *parallel, *options, *setup.plain)
+    with serve(setup.model, log, options=given) as server:
         yield Running(_url(server), server.start_s, sum(_kv_tokens(log)))
 
 
@@ -93,7 +95,7 @@ def unchunked(setup: Setup) -> AbstractContextManager[Running]:
 def pdd(setup: Setup) -> Iterator[Running]:
     """vLLM's prefill-decode disaggregation over NIXL, half the GPUs each; a weight copy on both."""
     half = max(1, setup.gpus // 2)
-    options = (*setup.options, *_parallel(setup.colocated, half))
+    options = (*setup.options, *_parallel(setup.colocated, half), *setup.plain)
     with ExitStack() as stack:
         servers = []
         for index, role in enumerate(("kv_producer", "kv_consumer")):

@@ -40,7 +40,7 @@ GRAPHS = (
     "--no-enforce-eager",
     "--compilation-config",
     '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}',
-    *("--gpu-memory-utilization", "0.2"),  # both at once
+    *("--gpu-memory-utilization", "0.1"),  # both at once
 )
 PLAIN = ("--kv-cache-memory-bytes", "2000000000")
 # How much larger than plain vLLM's our error may be: both are medians over 512 tokens. Means hang
