@@ -71,7 +71,10 @@ class Client:
             await asyncio.sleep(1.0)
         raise SystemExit(f"{self.url}/health: no healthy server in {seconds:.0f} s; start it first")
 
-    async def complete(self, inputs: int, outputs: int) -> Reply:
+    async def complete(
+        self, inputs: int, outputs: int, answered: asyncio.Event | None = None
+    ) -> Reply:
+        """`answered` is set when the first token has come."""
         body = {
             "model": self.model,
             "prompt": self._rng.integers(10, self.vocab - 10, inputs).tolist(),
@@ -89,6 +92,8 @@ class Client:
                     if "error" in (event := json.loads(line[5:])):
                         raise RuntimeError(f"{self.url}: {event['error']}")
                     times.append(time.perf_counter() - begin)
+                    if answered is not None:
+                        answered.set()
         return Reply(times[0], times[-1], np.diff(times).tolist())
 
 
@@ -150,12 +155,18 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
 
 
 async def together(client: Client, streams: int, length: int) -> tuple[float, float]:
-    """Means of decode gaps and of TTFT while `streams` decode and prompts follow each other."""
+    """Means of decode gaps and of TTFT while `streams` decode and prompts follow each other.
+
+    Prefill is never idle, and each prompt is handed to decode, as in traffic.
+    """
     running = [asyncio.create_task(client.complete(length, TOKENS)) for _ in range(streams)]
     await asyncio.sleep(0)
-    first = []
+    prompts = []
     while not any(t.done() for t in running):
-        first.append((await client.complete(length, 1)).first)
+        answered = asyncio.Event()
+        prompts.append(asyncio.create_task(client.complete(length, 2, answered)))
+        await asyncio.wait_for(answered.wait(), TIMEOUT.total)
+    first = [reply.first for reply in await asyncio.gather(*prompts)]
     replies = await asyncio.gather(*running)
     # From when all of them decode until the first has finished.
     begin = max(r.first for r in replies)

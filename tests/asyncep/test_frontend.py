@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 
 from vllm_expertplex.asyncep.flops import Flops
 from vllm_expertplex.asyncep.frontend import Frontend, NoEngineLeft
-from vllm_expertplex.asyncep.prefixes import PrefixIndex
+from vllm_expertplex.client.prefixes import PrefixIndex
 from vllm_expertplex.planner.model_configs import load_model
 
 _FLOPS = Flops(load_model("qwen3-235b-a22b"))

@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.engine import FinishReason as Reason
 from vllm.v1.metrics.stats import PrefillStats
 
+from vllm_expertplex.client.prefixes import PrefixIndex
 from vllm_expertplex.client.requests import Abort, Action, RequestTable, Send
 from vllm_expertplex.client.router import NoServerLeft
 from vllm_expertplex.executor.scheduler_keys import FIRST_TOKEN
@@ -26,11 +27,16 @@ MAX_MODEL_LEN = 16
 
 
 def request(
-    name: str, prompt: int = 4, max_tokens: int = 3, *, media: bool = False, **params: Any
+    name: str,
+    prompt: int | list[int] = 4,
+    max_tokens: int = 3,
+    *,
+    media: bool = False,
+    **params: Any,
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=name,
-        prompt_token_ids=list(range(prompt)),
+        prompt_token_ids=list(range(prompt)) if isinstance(prompt, int) else prompt,
         mm_features=[object()] if media else None,  # type: ignore[list-item]
         sampling_params=SamplingParams(max_tokens=max_tokens, **params),
         pooling_params=None,
@@ -176,7 +182,8 @@ class Lives(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = RequestTable(Layout.parse("2P2D1E"), MAX_MODEL_LEN)
+        self.prefixes = PrefixIndex(range(4), 2)
+        self.table = RequestTable(Layout.parse("2P2D1E"), MAX_MODEL_LEN, self.prefixes)
         self.prefills = {0: Prefill(), 1: Prefill()}
         self.decodes = {2: Decode(self.prefills), 3: Decode(self.prefills)}
         self.engines: dict[int, Engine] = {**self.prefills, **self.decodes}
@@ -312,6 +319,10 @@ class Lives(RuleBasedStateMachine):
         assert len(self.table) == 0
         assert all(not any(r.load.values()) for r in self.table.routers.values())
         assert not any(prefill.pinned for prefill in self.prefills.values()), "KV is held"
+        # What was promised has been computed, and nothing was reported.
+        for server in self.table.routers["prefill"].servers:
+            prompts = [r.prompt_token_ids or () for r in self.requests.values()]
+            assert not any(self.prefixes.cached(server, self.prefixes.keys(p)) for p in prompts)
 
 
 TestLives = Lives.TestCase
@@ -328,6 +339,34 @@ TestLives.settings = settings(
 
 def table(layout: str = "1P1D1E") -> RequestTable:
     return RequestTable(Layout.parse(layout), MAX_MODEL_LEN)
+
+
+def test_a_prompt_goes_where_its_prefix_is_unless_that_server_is_busy() -> None:
+    index = PrefixIndex(range(3), 2)
+    requests = RequestTable(Layout.parse("2P1D1E"), 64, index)
+
+    def engine(name: str, prompt: list[int]) -> int:
+        (action,) = requests.add(request(name, prompt))
+        return action.engine
+
+    shared = list(range(20))
+    index.stored(1, list(range(10)), None, shared)  # both halves of turns: 1 has it, 0 is next
+    assert engine("a", [*shared, 50]) == 1
+    assert engine("b", [60] * 20) == 0
+    assert engine("c", [*shared, 51]) == 1
+    assert requests.routers["prefill"].load == {0: 20, 1: 2}
+    assert engine("d", [*shared[:6], *[70] * 40]) == 1  # 2 + 40 there, 20 + 46 elsewhere
+    assert engine("e", [*shared[:2], *[80] * 10]) == 0  # busy by now
+    requests.lose(1)
+    assert engine("f", [*shared, 52]) == 0
+
+
+def test_a_prompt_computes_its_last_token_in_any_case() -> None:
+    index = PrefixIndex(range(2), 2)
+    requests = RequestTable(Layout.parse("2P1D1E"), 64, index)
+    index.stored(0, [1, 2], None, [1, 2, 3, 4])
+    requests.add(request("a", [1, 2, 3, 4]))
+    assert requests.routers["prefill"].load == {0: 1, 1: 0}
 
 
 def answer(name: str, **fields: Any) -> EngineCoreOutput:

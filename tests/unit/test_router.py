@@ -17,6 +17,16 @@ def test_the_least_loaded_server_is_chosen(loads: list[int], servers: int, start
         assert router.load == before | {chosen: before[chosen] + load}
 
 
+def test_what_a_server_need_not_do_counts_and_is_not_charged() -> None:
+    router = Router("prefill", range(2))
+    assert router.take(10, {0: 0, 1: 8}) == 1
+    assert router.load == {0: 0, 1: 2}
+    assert router.take(5, {0: 0, 1: 4}) == 1
+    assert router.take(5, {0: 0, 1: 2}) == 0  # 5 there, 3 + 3 at the other
+    router.release(1, 3)
+    assert router.load == {0: 5, 1: 0}
+
+
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(1, 5))
 def test_equal_servers_take_turns(servers: int, start: int, rounds: int) -> None:
     router = Router("prefill", range(start, start + servers))

@@ -18,10 +18,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm_expertplex.asyncep import tags
 from vllm_expertplex.asyncep.deployment import AsyncEPDeployment
 from vllm_expertplex.asyncep.frontend import Frontend, NoEngineLeft
-from vllm_expertplex.asyncep.kv_events import KVEventListener, root_of
-from vllm_expertplex.asyncep.prefixes import Key, PrefixIndex
 from vllm_expertplex.client.engines import EnginesClient
 from vllm_expertplex.client.failures import Failures
+from vllm_expertplex.client.kv_events import KVEventListener, keys_of
+from vllm_expertplex.client.prefixes import PrefixIndex
 
 logger = init_logger(__name__)
 
@@ -73,18 +73,11 @@ class AsyncEPClient(EnginesClient):
         self.frontend.submit(
             request.request_id,
             _prompt_length(request),
-            self._keys(request),
+            keys_of(request, self.index) if self._listeners else [],
             time.monotonic(),
             tags.group_of(request),
         )
         self._release()
-
-    def _keys(self, request: EngineCoreRequest) -> list[Key]:
-        params = request.sampling_params or request.pooling_params
-        unshared = getattr(params, "skip_reading_prefix_cache", False) or request.mm_features
-        if unshared or request.prompt_token_ids is None or not self._listeners:
-            return []
-        return self.index.keys(request.prompt_token_ids, root_of(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         sent: dict[int, list[str]] = {}

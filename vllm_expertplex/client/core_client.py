@@ -14,6 +14,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_expertplex.client.engines import EnginesClient, Event
+from vllm_expertplex.client.kv_events import KVEventListener
+from vllm_expertplex.client.prefixes import PrefixIndex
 from vllm_expertplex.client.requests import Abort, Action, RequestTable
 from vllm_expertplex.client.router import NoServerLeft
 from vllm_expertplex.serve.deployment import Deployment
@@ -27,7 +29,16 @@ class ExpertPlexClient(EnginesClient):
     def __init__(self, deployment: Deployment, max_model_len: int) -> None:
         super().__init__(deployment.engines)
         self.deployment = deployment
-        self.table = RequestTable(deployment.layout, max_model_len)
+        servers = deployment.layout.attention_servers
+        prefixes = PrefixIndex(range(len(servers)), deployment.block_size)
+        self._listeners = [
+            KVEventListener(index, deployment.kv_events(server), prefixes)
+            for index, server in enumerate(servers)
+            if deployment.says_what_it_caches(server)
+        ]
+        self.table = RequestTable(
+            deployment.layout, max_model_len, prefixes if self._listeners else None
+        )
         self._lost: str | None = None
         # Per engine: share of KV blocks in use at its last step, and tokens done (prompt tokens at
         # prefill servers, output tokens at decode servers).
@@ -133,6 +144,9 @@ class ExpertPlexClient(EnginesClient):
         return self.deployment.failure or self._lost
 
     def on_start(self, loop: asyncio.AbstractEventLoop) -> None:
+        for listener in self._listeners:
+            self.spawn(listener.run())
+
         def failed() -> None:
             error = EngineDeadError(self.deployment.failure)
             loop.call_soon_threadsafe(self.queue.put_nowait, Event(-1, error))

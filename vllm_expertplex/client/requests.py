@@ -25,6 +25,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from vllm_expertplex.client.failures import Failures
+from vllm_expertplex.client.kv_events import keys_of
+from vllm_expertplex.client.prefixes import Key, PrefixIndex
 from vllm_expertplex.client.router import NoServerLeft, Router
 from vllm_expertplex.executor.scheduler_keys import FIRST_TOKEN
 from vllm_expertplex.layout import DECODE, PREFILL, Layout
@@ -59,14 +61,16 @@ class Entry:
     """One request: its state and what that state holds."""
 
     __slots__ = (
-        *("handed_s", "kv", "load", "prefill", "request", "resample", "server", "state", "token"),
+        *("handed_s", "keys", "kv", "load", "prefill"),
+        *("request", "resample", "server", "state", "token"),
     )
 
-    def __init__(self, request: EngineCoreRequest, server: int, load: int) -> None:
+    def __init__(self, request: EngineCoreRequest, server: int, load: int, keys: list[Key]) -> None:
         self.state = State.PREFILL
         self.request = request
         self.server = self.prefill = server
         self.load = load
+        self.keys = keys  # the prompt's blocks, where prefill servers are told apart by them
         self.kv: dict[str, Any] | None = None
         self.token: int | None = None
         self.resample = False
@@ -74,9 +78,15 @@ class Entry:
 
 
 class RequestTable:
-    """All requests of a deployment. Engines are numbered as in the layout: prefill, then decode."""
+    """All requests of a deployment. Engines are numbered as in the layout: prefill, then decode.
 
-    def __init__(self, layout: Layout, max_model_len: int) -> None:
+    `prefixes`: what prefill servers' KV caches hold; None where that makes no difference.
+    """
+
+    def __init__(
+        self, layout: Layout, max_model_len: int, prefixes: PrefixIndex | None = None
+    ) -> None:
+        self._prefixes = prefixes
         self._layout = layout
         self._prefills = layout.prefill
         self._max_model_len = max_model_len
@@ -118,8 +128,17 @@ class RequestTable:
                 "(streamed input, which reuses one, is not supported by ExpertPlex)"
             )
         load = _prompt_tokens(request)
-        server = self.routers[PREFILL].take(load)
-        self._entries[request.request_id] = Entry(request, server, load)
+        router = self.routers[PREFILL]
+        keys: list[Key] = []
+        saved = dict.fromkeys(router.servers, 0)
+        if self._prefixes is not None:
+            keys = keys_of(request, self._prefixes)
+            for server in saved:  # the last token is computed in any case
+                saved[server] = min(self._prefixes.cached(server, keys), load - 1)
+        server = router.take(load, saved)
+        if self._prefixes is not None:
+            self._prefixes.promise(server, keys)
+        self._entries[request.request_id] = Entry(request, server, load - saved[server], keys)
         return [Send(server, _prefill_request(request))]
 
     def abort(self, request_ids: Iterable[str]) -> list[Action]:
@@ -193,8 +212,8 @@ class RequestTable:
         if self._ends_at_prefill(entry.request, output):
             self._remove(request_id)
             return output, self._release(request_id, kv)
-        self.routers[PREFILL].release(entry.server, entry.load)
-        entry.state, entry.kv, entry.load = State.HANDOFF, kv, 0
+        self._leave_prefill(entry)
+        entry.state, entry.kv = State.HANDOFF, kv
         self._handoffs.append(request_id)
         entry.resample = _must_resample(entry.request, kv)
         if entry.resample:
@@ -242,6 +261,8 @@ class RequestTable:
         """
         role = PREFILL if engine < self._prefills else DECODE
         self.routers[role].remove(engine)
+        if self._prefixes is not None:
+            self._prefixes.drop(engine)
         if not self.routers[role].servers:
             raise NoServerLeft(f"no {role} server is left")
         name = self._layout.attention_servers[engine].name
@@ -260,8 +281,16 @@ class RequestTable:
 
     def _remove(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
-        role = DECODE if entry.state is State.DECODE else PREFILL
-        self.routers[role].release(entry.server, entry.load)
+        if entry.state is State.DECODE:
+            self.routers[DECODE].release(entry.server, entry.load)
+        else:
+            self._leave_prefill(entry)
+
+    def _leave_prefill(self, entry: Entry) -> None:
+        self.routers[PREFILL].release(entry.server, entry.load)
+        if self._prefixes is not None:
+            self._prefixes.settle(entry.server, entry.keys)
+        entry.load, entry.keys = 0, []
 
     def _any_decode(self) -> int:
         servers = self.routers[DECODE].servers

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait as wait_for_sentinels
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -55,6 +55,11 @@ class Deployment:
         self.records: dict[str, ServerRecord] = {}
         self.lost: set[str] = set()
         self.configs = [_role_config(vllm_config, settings, s) for s in self._attention]
+        for server, config in zip(self._attention, self.configs, strict=True):
+            if self.says_what_it_caches(server):
+                config.kv_events_config = KVEventsConfig(
+                    enable_kv_cache_events=True, endpoint=self.kv_events(server)
+                )
         if not current_platform.is_cpu():
             gpu.prepare(self.run_dir, self.config, self._attention, self.configs)
         _check_experts(vllm_config, self.layout)
@@ -171,6 +176,21 @@ class Deployment:
                     f"{moe.name} has shown no progress for {age:.1f} s "
                     f"(heartbeat_timeout_s = {self.config.heartbeat_timeout_s:g})"
                 )
+
+    def kv_events(self, server: Server) -> str:
+        """Where a prefill server says which blocks its KV cache holds."""
+        return f"ipc://{self.run_dir}/kv-{server.name}"
+
+    def says_what_it_caches(self, server: Server) -> bool:
+        """Whether it matters which prefill server a prompt goes to."""
+        cache = self.configs[0].cache_config
+        several = server.role == PREFILL and self.layout.prefill > 1
+        return several and bool(cache.enable_prefix_caching)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV cache block."""
+        return self.configs[0].cache_config.block_size
 
     @property
     def failure(self) -> str | None:

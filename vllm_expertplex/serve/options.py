@@ -143,6 +143,7 @@ REFUSALS = (
     Refusal("--worker-cls", _is_not("auto"), "leave it out"),
     Refusal("--scheduler-cls", _given, "decode servers bring their own scheduler"),
     Refusal("--kv-transfer-config", _given, "prefill and decode servers set up their own"),
+    Refusal("--kv-events-config", _given, "prefill servers tell the router what they cache"),
     Refusal("--speculative-config", _given, "leave it out"),
     Refusal("--enable-lora", _given, "serve a merged checkpoint"),
     Refusal("--enable-sleep-mode", _given, "leave it out"),

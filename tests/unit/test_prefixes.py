@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_expertplex.asyncep.prefixes import PrefixIndex
+from vllm_expertplex.client.prefixes import PrefixIndex
 
 _SIZE = 2
 _PROMPTS = st.lists(st.integers(0, 1), max_size=9)

@@ -1,6 +1,7 @@
 """Listening to what the engines' KV caches hold.
 
-Owns: the sockets, and turning vLLM's events into the index's. Must not know: requests.
+Owns: the sockets, and turning vLLM's events and prompts into the index's. Must not know: what
+becomes of a request.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import zmq.asyncio
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.logger import init_logger
 
-from vllm_expertplex.asyncep.prefixes import PrefixIndex
+from vllm_expertplex.client.prefixes import Key, PrefixIndex
 
 logger = init_logger(__name__)
 
@@ -68,7 +69,16 @@ class KVEventListener:
         )
 
 
-def root_of(request: Any) -> tuple[Any, ...] | None:
+def keys_of(request: Any, index: PrefixIndex) -> list[Key]:
+    """The blocks of an EngineCoreRequest's prompt; none where its engine looks for none."""
+    params = request.sampling_params or request.pooling_params
+    unshared = getattr(params, "skip_reading_prefix_cache", False) or request.mm_features
+    if unshared or request.prompt_token_ids is None:
+        return []
+    return index.keys(request.prompt_token_ids, _root_of(request))
+
+
+def _root_of(request: Any) -> tuple[Any, ...] | None:
     """What, beside tokens, names the first block of an EngineCoreRequest, as in vLLM's events."""
     lora = request.lora_request.name if request.lora_request is not None else None
     found = tuple(part for part in (lora, request.cache_salt) if part is not None)
