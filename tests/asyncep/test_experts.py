@@ -11,6 +11,7 @@ from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from vllm_expertplex.asyncep.experts import describe, order_layers, put_in, take_out
+from vllm_expertplex.asyncep.memory import HostChannel
 from vllm_expertplex.asyncep.shards import ShardLayout
 from vllm_expertplex.layout import ExpertMap
 
@@ -66,7 +67,7 @@ def test_a_gathered_layer_computes_what_a_whole_one_does(ranks: int) -> None:
         shards.append(shard)
     whole = torch.zeros(layout.whole_bytes, dtype=torch.uint8)
     for rank, shard in enumerate(shards):
-        layout.copy_layer(rank, 0, shard.numpy(), whole.numpy())
+        HostChannel().copy(layout.copies(rank, 0, shard.numpy(), whole.numpy()))
     parameter = layers[0].w13_weight
     put_in(layers[0], spec.views(whole, EXPERTS))
     assert layers[0].w13_weight is parameter  # kernels may hold it
@@ -86,6 +87,15 @@ def test_tensors_hidden_beside_the_parameters_are_refused_by_name() -> None:
     kept = SimpleNamespace(scale=torch.zeros(3))
     layer.quant_method.moe_quant_config = SimpleNamespace(_w1=kept, _w2=None)
     with pytest.raises(ValueError, match=r"_w1\.scale per expert outside the layer's parameters"):
+        describe(layer, 3)
+
+
+def test_kernels_with_tensors_of_their_own_are_refused_by_name() -> None:
+    layer = _Layer(torch.zeros(3, 4, 2), torch.zeros(3, 2, 2))
+    inner = SimpleNamespace(ab_strides=torch.zeros(3))
+    kernels = SimpleNamespace(experts=inner, fallback_experts=SimpleNamespace())
+    layer.quant_method.moe_kernel = SimpleNamespace(fused_experts=kernels)
+    with pytest.raises(ValueError, match=r"keeps ab_strides per expert; .* --moe-backend"):
         describe(layer, 3)
 
 

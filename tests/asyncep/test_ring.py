@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_expertplex.asyncep.memory import HostChannel, HostMemory
 from vllm_expertplex.asyncep.ring import Prefetcher, Ring
 
 _SIZE = 4096
+_MEMORY, _CHANNEL = HostMemory(), HostChannel()
 
 
 def _part(layer: int) -> np.ndarray:
@@ -24,38 +26,38 @@ def _copy(into: np.ndarray):
 
 
 def test_a_peer_reads_what_is_there_and_nothing_else(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "ring", 2, _SIZE, create=True)
-    peer = Ring(tmp_path / "ring", 2, _SIZE)
+    ring = Ring(tmp_path / "ring", 2, _SIZE, _MEMORY, create=True)
+    peer = Ring(tmp_path / "ring", 2, _SIZE, _MEMORY)
     out = np.zeros(_SIZE, np.uint8)
     assert peer.read(3, _SIZE, _copy(out)) is None
-    ring.write(0, 3, _part(3))
+    ring.write(0, 3, _part(3), _CHANNEL)
     assert peer.read(3, _SIZE, _copy(out)) == _SIZE
     assert (out == 3).all()
-    ring.write(0, 5, _part(5))
+    ring.write(0, 5, _part(5), _CHANNEL)
     assert peer.read(3, _SIZE, _copy(out)) is None
 
 
 def test_a_slot_overwritten_while_it_is_read_is_noticed(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "ring", 1, _SIZE, create=True)
-    peer = Ring(tmp_path / "ring", 1, _SIZE)
-    ring.write(0, 3, _part(3))
+    ring = Ring(tmp_path / "ring", 1, _SIZE, _MEMORY, create=True)
+    peer = Ring(tmp_path / "ring", 1, _SIZE, _MEMORY)
+    ring.write(0, 3, _part(3), _CHANNEL)
 
     def slow(part: np.ndarray) -> int:
-        ring.write(0, 4, _part(4))
+        ring.write(0, 4, _part(4), _CHANNEL)
         return part.size
 
     assert peer.read(3, _SIZE, slow) is None
 
 
 def test_readers_never_see_a_mixture(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "ring", 2, _SIZE, create=True)
-    peer = Ring(tmp_path / "ring", 2, _SIZE)
+    ring = Ring(tmp_path / "ring", 2, _SIZE, _MEMORY, create=True)
+    peer = Ring(tmp_path / "ring", 2, _SIZE, _MEMORY)
     stop = threading.Event()
 
     def write() -> None:
         layer = 0
         while not stop.is_set():
-            ring.write(layer % 2, layer % 5, _part(layer % 5))
+            ring.write(layer % 2, layer % 5, _part(layer % 5), _CHANNEL)
             layer += 1
 
     writer = threading.Thread(target=write)
@@ -75,8 +77,8 @@ def test_readers_never_see_a_mixture(tmp_path: Path) -> None:
 
 
 def test_the_next_layers_are_fetched_ahead(tmp_path: Path) -> None:
-    ring = Ring(tmp_path / "ring", 3, _SIZE, create=True)
-    prefetcher = Prefetcher(ring, 4, _part)
+    ring = Ring(tmp_path / "ring", 3, _SIZE, _MEMORY, create=True)
+    prefetcher = Prefetcher(ring, 4, _part, _CHANNEL)
     out = np.zeros(_SIZE, np.uint8)
 
     def present(layer: int) -> bool:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_expertplex.asyncep.shards import Layer, Parameter, ShardFile, ShardLayout, ShardRecord
+from vllm_expertplex.asyncep.memory import HostChannel, HostMemory
+from vllm_expertplex.asyncep.shards import Layer, Parameter, ShardLayout, ShardRecord
 from vllm_expertplex.layout import ExpertMap, Server
 
 _DTYPES = st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "uint8"])
@@ -38,24 +39,25 @@ def test_parts_make_the_whole_layer(layers: list[Layer], experts: int, data: st.
         whole = torch.full((layout.whole_bytes,), 7, dtype=torch.uint8)
         for rank in range(ranks):
             mine = split.local_experts(rank)
-            part = np.zeros(layout.shard_bytes(rank), np.uint8)[layout.layer_slice(rank, index)]
+            part = np.zeros(layout.part_bytes(rank, index), np.uint8)
             views = layer.views(torch.from_numpy(part), len(mine))
             for name, view in views.items():
                 rows = torch.from_numpy(truth[name][mine])
                 view.view(torch.uint8).reshape(len(mine), -1).copy_(rows)
-            layout.copy_layer(rank, index, part, whole.numpy())
+            HostChannel().copy(layout.copies(rank, index, part, whole.numpy()))
         for name, view in layer.views(whole, experts).items():
             found = view.contiguous().view(torch.uint8).reshape(experts, -1)
             assert np.array_equal(found.numpy(), truth[name])
 
 
 def test_a_peer_cannot_write_a_shard_and_strangers_cannot_read_it(tmp_path: Path) -> None:
-    mine = ShardFile(tmp_path / "shard", 100)
-    mine.data[:] = 5
-    peer = ShardFile(tmp_path / "shard")
-    assert (peer.data == 5).all()
+    memory = HostMemory()
+    mine = memory.create(tmp_path / "shard", 100)
+    mine[:] = 5
+    peer = memory.open(tmp_path / "shard")
+    assert (peer == 5).all()
     with pytest.raises(ValueError, match="read-only"):
-        peer.data[0] = 1
+        peer[0] = 1
     assert stat.S_IMODE((tmp_path / "shard").stat().st_mode) == 0o600
 
 
@@ -66,6 +68,6 @@ def test_a_peer_that_never_loads_is_named(tmp_path: Path) -> None:
 
 def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
     server = Server("asyncep", 0)
-    record = ShardRecord((Layer("a", (Parameter("w", "bfloat16", (2, 3)),)),), (0, 1), "/x")
+    record = ShardRecord((Layer("a", (Parameter("w", "bfloat16", (2, 3)),)),), (0, 1))
     record.write(tmp_path, server)
     assert ShardRecord.wait(tmp_path, server, 1.0) == record

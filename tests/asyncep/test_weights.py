@@ -14,10 +14,12 @@ import torch
 
 from vllm_expertplex.asyncep.board import Board
 from vllm_expertplex.asyncep.config import AsyncEPConfig
+from vllm_expertplex.asyncep.memory import HostMemory
 from vllm_expertplex.asyncep.weights import ExpertWeights
 from vllm_expertplex.layout import ExpertMap
 
 EXPERTS = 5
+_MEMORIES = (HostMemory(), HostMemory())
 
 
 class _Layer(torch.nn.Module):
@@ -70,7 +72,7 @@ def test_every_layer_is_whole_in_its_turn(
     def engine(rank: int) -> None:
         try:
             made = [_Layer(i, split.local_experts(rank)) for i in range(layers)]
-            weights = ExpertWeights(tmp_path, config.servers[rank], config, made, split)
+            weights = ExpertWeights(tmp_path, config.servers[rank], config, made, split, *_MEMORIES)
             weights.connect(made)
             _walk(weights, made, passes, random.Random(rank))
             if weights.gather is not None:
@@ -98,7 +100,7 @@ def test_an_engine_with_other_layers_is_refused(tmp_path: Path) -> None:
         Board(tmp_path, server, create=True)
     made = [[_Layer(i, split.local_experts(rank)) for i in range(2 + rank)] for rank in range(2)]
     weights = [
-        ExpertWeights(tmp_path, server, config, layers, split)
+        ExpertWeights(tmp_path, server, config, layers, split, *_MEMORIES)
         for server, layers in zip(config.servers, made, strict=True)
     ]
     with pytest.raises(RuntimeError, match="all engines must run the same model"):
@@ -114,4 +116,6 @@ def test_a_full_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     Board(tmp_path, config.servers[0], create=True)
     split = ExpertMap.contiguous(EXPERTS, 1)
     with pytest.raises(OSError, match=r"shard of \d+ MiB: No space left"):
-        ExpertWeights(tmp_path, config.servers[0], config, [_Layer(0, [0, 1, 2, 3, 4])], split)
+        ExpertWeights(
+            tmp_path, config.servers[0], config, [_Layer(0, [0, 1, 2, 3, 4])], split, *_MEMORIES
+        )

@@ -6,10 +6,11 @@ Must not know: requests, tensors.
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from vllm.config import KVEventsConfig, VllmConfig
+from vllm.config import CUDAGraphMode, KVEventsConfig, VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_expertplex.asyncep.board import Board
@@ -24,6 +25,7 @@ from vllm_expertplex.planner.model_configs import from_config
 from vllm_expertplex.serve import forkserver
 from vllm_expertplex.serve.cleanup import kill_all
 from vllm_expertplex.serve.engines import DeploymentError, handshake, routed_experts, start_engines
+from vllm_expertplex.serve.placement import Place, visible_gpus, write_places
 from vllm_expertplex.serve.records import ServerRecord
 
 logger = init_logger(__name__)
@@ -40,6 +42,9 @@ class AsyncEPDeployment:
         self.records: dict[str, ServerRecord] = {}
         self.lost: set[str] = set()
         _check_experts(vllm_config, self.config.gpus)
+        if not current_platform.is_cpu():
+            gpus = visible_gpus(current_platform.device_count())
+            write_places(self.run_dir, place(self.servers, gpus))
         text = vllm_config.model_config.hf_text_config.to_dict()
         self.model = from_config(text, vllm_config.model_config.model)
         self.flops = Flops(self.model)
@@ -53,7 +58,12 @@ class AsyncEPDeployment:
         config.instance_id = f"{base.instance_id}-{server.name}"
         mine = AsyncEPSettings(self.config, server.rank)
         config.additional_config = {**base.additional_config, **mine.to_additional_config()}
-        config.scheduler_config.scheduler_cls = "vllm_expertplex.asyncep.scheduler.BatchScheduler"
+        asynchronous = bool(config.scheduler_config.async_scheduling)
+        scheduler_cls = "AsyncBatchScheduler" if asynchronous else "BatchScheduler"
+        config.scheduler_config.scheduler_cls = f"vllm_expertplex.asyncep.scheduler.{scheduler_cls}"
+        # Steps of thousands of tokens gain nothing from graphs, and layers wait for events that no
+        # graph knows.
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
         if self.config.kv_free:
             scheduler, cache = config.scheduler_config, config.cache_config
             cache.num_gpu_blocks_override = blocks_needed(
@@ -142,3 +152,13 @@ def _check_experts(vllm_config: VllmConfig, gpus: int) -> None:
             f"{experts} experts cannot be split over --asyncep-gpus {gpus}; use between 1 and "
             f"{experts}"
         )
+
+
+def place(servers: Sequence[Server], gpus: Sequence[str]) -> dict[str, Place]:
+    """Server name -> a GPU of its own. Raises DeploymentError where there are too few."""
+    if len(gpus) < len(servers):
+        raise DeploymentError(
+            f"--asyncep-gpus {len(servers)} needs as many GPUs, {len(gpus)} are visible; use fewer "
+            "engines, with offload_layers in --asyncep-config if they are too small"
+        )
+    return {server.name: Place(gpu) for server, gpu in zip(servers, gpus, strict=False)}

@@ -51,8 +51,14 @@ direct_register_custom_op("asyncep_begin", _begin_op, mutates_args=["x"], fake_i
 direct_register_custom_op("asyncep_end", _end_op, mutates_args=["x"], fake_impl=_fake)
 
 
-def split_routed_experts(local: Sequence[int], layers: list[Any]) -> type:
-    """A RoutedExperts class that loads the experts `local`; appends each layer it builds."""
+def split_routed_experts(
+    local: Sequence[int], layers: list[Any], device: torch.device | None = None
+) -> type:
+    """A RoutedExperts class that loads the experts `local`; appends each layer it builds.
+
+    `device`: where they are loaded; None is where the model is. From another place vLLM brings one
+    layer at a time to the model's device to process it (model_loader/utils.py).
+    """
 
     class SplitRoutedExperts(RoutedExperts):  # type: ignore[misc]
         def __init__(
@@ -67,9 +73,10 @@ def split_routed_experts(local: Sequence[int], layers: list[Any]) -> type:
         ) -> None:
             moe_config.num_local_experts = len(local)
             placed: Any = PlacedExperts(expert_map_manager, local)
-            super().__init__(
-                layer_name, params_dtype, moe_config, quant_config, placed, *args, **kwargs
-            )
+            with device or contextlib.nullcontext():
+                super().__init__(
+                    layer_name, params_dtype, moe_config, quant_config, placed, *args, **kwargs
+                )
             self.moe_index = len(layers)
             layers.append(self)
 
@@ -135,6 +142,21 @@ def _refer_to_parameters(layer: Any, local: int) -> None:
                     "per expert outside the layer's parameters; this quantisation cannot be served "
                     "with --executor asyncep"
                 )
+    if local != layer.global_num_experts:
+        kernel = getattr(layer.quant_method, "moe_kernel", None)
+        _refuse_own_tensors(layer, getattr(kernel, "fused_experts", None), local)
+
+
+def _refuse_own_tensors(layer: Any, kernels: Any, local: int) -> None:
+    """Kernels may make tensors for the experts that there were when they were made."""
+    for name, value in vars(kernels).items() if kernels is not None else ():
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == local:
+            raise ValueError(
+                f"{layer.layer_name}: {type(kernels).__name__} keeps {name} per expert; choose "
+                "another --moe-backend, triton for example, with --executor asyncep"
+            )
+        if name in ("experts", "fallback_experts"):  # kernels that choose between two others
+            _refuse_own_tensors(layer, value, local)
 
 
 def take_out(layer: Any, spec: Layer, into: dict[str, torch.Tensor]) -> None:

@@ -1,37 +1,62 @@
 """The background gather: fills whole-layer buffers from all engines' shards while others compute.
 
-Owns: the thread that pulls, and the waits between it and the computing thread.
+Owns: when a layer is copied, and the waits between that and computing, by a thread.
 Must not know: vLLM, where shards lie, how a layer is computed.
 
-No engine waits for another: shards are read-only, and every engine pulls at its own pace. On CUDA
-the same order holds with a copy stream for the thread and events for the waits.
+No engine waits for another: shards are read-only, and every engine pulls at its own pace. Where
+copies order themselves behind the computation, no thread is needed: `stream_gather.py`.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from vllm_expertplex.asyncep.board import Counters
+from vllm_expertplex.asyncep.memory import Computation, Mark
 from vllm_expertplex.asyncep.order import GatherOrder
 
-Pull = Callable[[int, int], int]
+Pull = Callable[[int, int, Mark | None], int]
+"""(layer, buffer, mark) -> bytes: put the layer in the buffer, once the mark is passed."""
 
 
 class GatherError(RuntimeError):
     """A layer could not be gathered, or not in time."""
 
 
-class Gather:
-    """Runs `pull(layer, buffer)` -> bytes copied for every layer in turn, ahead of its use.
+class Gather(Protocol):
+    """Gathers every layer in turn, ahead of its use, into the buffers of `GatherOrder`.
 
     The computing side calls `begin(layer)` before it reads a layer's buffer and `end(layer)` after.
     Both are for one thread only.
     """
 
-    def __init__(self, layers: int, pull: Pull, timeout_s: float) -> None:
+    def begin(self, layer: int) -> None: ...
+
+    def end(self, layer: int) -> None: ...
+
+    def pause(self, paused: bool) -> None:
+        """While paused, layers are computed with whatever is in the buffers: for measuring."""
+
+    def counters(self) -> Counters: ...
+
+    def close(self) -> None: ...
+
+
+class ThreadGather:
+    """A thread pulls; a pull is over when it returns.
+
+    `computation`: where the computing thread only enqueues its work, what orders pulls behind it.
+    """
+
+    def __init__(
+        self, layers: int, pull: Pull, timeout_s: float, computation: Computation | None = None
+    ) -> None:
         self._order = GatherOrder(layers)
         self._pull = pull
         self._timeout_s = timeout_s
+        self._computation = computation
+        self._used: list[Mark | None] = [None] * GatherOrder.BUFFERS
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._stopped = False
@@ -67,12 +92,13 @@ class Gather:
         if self._paused:
             return
         with self._changed:
+            if self._computation is not None:
+                self._used[self._order.buffer(layer)] = self._computation.mark()
             self._order.used()
             self._layers += 1
             self._changed.notify_all()
 
     def pause(self, paused: bool) -> None:
-        """While paused, layers are computed with whatever is in the buffers: for measuring."""
         self._paused = paused
 
     def counters(self) -> Counters:
@@ -101,8 +127,10 @@ class Gather:
                     if self._stopped:
                         return
                     layer = self._order.layer_to_fill
+                    buffer = self._order.buffer(layer)
+                    used = self._used[buffer]
                 started = time.perf_counter_ns()
-                copied = self._pull(layer, self._order.buffer(layer))
+                copied = self._pull(layer, buffer, used)
                 with self._changed:
                     self._gathers += 1
                     self._gather_ns += time.perf_counter_ns() - started

@@ -4,6 +4,7 @@ Owns: its options, and what of vLLM's is refused. Must not know: processes.
 """
 
 import argparse
+import os
 from typing import Any
 
 from vllm_expertplex.asyncep.config import AsyncEPConfig, AsyncEPSettings
@@ -87,8 +88,6 @@ def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
     from vllm_expertplex.asyncep.executor import EXECUTOR
     from vllm_expertplex.asyncep.loader import LOAD_FORMAT
 
-    if not current_platform.is_cpu():
-        shared.error("--executor asyncep runs on vLLM's CPU platform only, so far")
     settings = AsyncEPSettings(config, AsyncEPSettings.FRONT)
     args.distributed_executor_backend = EXECUTOR
     if args.load_format != shared.DUMMY:
@@ -104,6 +103,13 @@ def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
                 "--enable-chunked-prefill"
             )
         args.enable_prefix_caching = args.enable_chunked_prefill = False
+    if not current_platform.is_cpu():
+        # The runner whose forward pass can be measured on its own, as engines do when they start.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        # Offloaded experts are loaded to the host, and moved from there to memory all engines see:
+        # pinned, it would not be given back.
+        os.environ.setdefault("VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY", "1")
+        return
     shared.apply_cpu_defaults(args, config.gpus)
     if args.block_size is None:
         # Prefixes are shared in whole blocks. vLLM's default on CPU is 128 tokens; this is the

@@ -1,54 +1,63 @@
 """The near tier of offloading: the shards of the next few layers, where peers can read them fast.
 
-Owns: the ring's file, who may read which slot when, and the thread that fills it.
+Owns: the ring's slots, who may read which one when, and the thread that fills them.
 Must not know: what is in a shard, or how layers are computed.
 
-All experts are in host memory. The ring holds this engine's part of the layers to come; on a GPU it
-is GPU memory, filled by host-to-device copies on one channel while another pulls the next layer
-from all rings. A peer may be elsewhere in its pass and find that a layer is not there: it then
+All experts are in host memory. The ring holds this engine's part of the layers to come, where it is
+computed: on a GPU one channel fills it from the host while another pulls the next layer from all
+rings. A peer may be elsewhere in its pass and find that a layer is not there: it then
 reads that part from host memory. So nobody waits for anybody.
 """
 
-import mmap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from vllm_expertplex.asyncep.shards import Bytes, ShardFile
+from vllm_expertplex.asyncep.memory import Block, Channel, HostFile, Memory
 
 _EMPTY = -1
 
 
 class Ring:
-    """`slots` slots of `slot_bytes`. A slot's version is odd while it is written, and counts up."""
+    """`slots` slots of `slot_bytes` in `memory`. What they hold is said in a file of host memory:
+    a slot's version is odd while it is written, and counts up.
+    """
 
-    def __init__(self, path: Path, slots: int, slot_bytes: int, *, create: bool = False) -> None:
-        header = -(-16 * slots // mmap.PAGESIZE) * mmap.PAGESIZE
-        file = ShardFile(path, header + slots * slot_bytes) if create else ShardFile(path)
-        words = file.data[: 16 * slots].view(np.int64)
-        self._versions, self._layers = words[:slots], words[slots:]
-        self._slots = [
-            file.data[start : start + slot_bytes]
-            for start in range(header, header + slots * slot_bytes, slot_bytes or 1)
-        ][:slots]
+    def __init__(
+        self, path: Path, slots: int, slot_bytes: int, memory: Memory, *, create: bool = False
+    ) -> None:
+        """Peers open what the owner has created. The file at `path` comes last and whole."""
+        places = [path.with_name(f"{path.name}-{slot}") for slot in range(slots)]
         if create:
-            self._layers[:] = _EMPTY
+            self._slots: list[Any] = [memory.create(place, slot_bytes) for place in places]
+            partial = path.with_suffix(".partial")
+            words = HostFile(partial, 16 * slots).data.view(np.int64)
+            words[slots:] = _EMPTY
+            partial.rename(path)
+        else:
+            words = HostFile(path).data.view(np.int64)
+            self._slots = [memory.open(place) for place in places]
+        self._versions, self._layers = words[:slots], words[slots:]
 
     def __len__(self) -> int:
         return len(self._versions)
 
-    def write(self, slot: int, layer: int, part: Bytes) -> None:
+    def write(self, slot: int, layer: int, part: Block, channel: Channel) -> None:
         """Put `part` of `layer` into `slot`. Only the ring's owner may."""
         self._versions[slot] += 1
         self._layers[slot] = layer
-        np.copyto(self._slots[slot][: part.size], part)
+        channel.copy([(self._slots[slot][: part.size], part)])
+        channel.finish()
         self._versions[slot] += 1
 
-    def read(self, layer: int, size: int, take: Callable[[Bytes], int]) -> int | None:
+    def read(self, layer: int, size: int, take: Callable[[Any], int]) -> int | None:
         """`take` the `size` bytes of `layer`, and return what it returns; None if it is not here,
         or was overwritten meanwhile (`take` has then copied something to be overwritten).
+
+        `take` returns when it has copied.
         """
         for slot in range(len(self)):
             version = int(self._versions[slot])
@@ -66,8 +75,10 @@ class Prefetcher:
     `part(layer)` is this engine's part of gathered layer `layer` in host memory.
     """
 
-    def __init__(self, ring: Ring, layers: int, part: Callable[[int], Bytes]) -> None:
-        self._ring, self._layers, self._part = ring, layers, part
+    def __init__(
+        self, ring: Ring, layers: int, part: Callable[[int], Block], channel: Channel
+    ) -> None:
+        self._ring, self._layers, self._part, self._channel = ring, layers, part, channel
         self._gathered = 0
         self._stopped = False
         self._changed = threading.Condition()
@@ -100,6 +111,6 @@ class Prefetcher:
                     return
             layer = ticket % self._layers
             part = self._part(layer)
-            self._ring.write(ticket % len(self._ring), layer, part)
+            self._ring.write(ticket % len(self._ring), layer, part, self._channel)
             self.bytes += part.size
             ticket += 1

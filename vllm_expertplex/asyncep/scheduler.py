@@ -9,6 +9,7 @@ gather every layer for it: the very thing batches are made to avoid.
 import time
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_expertplex.asyncep.tags import batch_of
@@ -45,8 +46,8 @@ class Assembly:
         return sum(len(arrived) for arrived in self._arrived.values())
 
 
-class BatchScheduler(Scheduler):
-    """The scheduler of an engine."""
+class _Assembling:
+    """In front of one of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,18 +55,28 @@ class BatchScheduler(Scheduler):
 
     def add_request(self, request: Any) -> None:
         batch = batch_of(request)
-        if batch is None:
-            super().add_request(request)
-            return
-        for complete in self._assembly.add(request, *batch, time.monotonic()):
-            super().add_request(complete)
+        complete = (
+            [request] if batch is None else self._assembly.add(request, *batch, time.monotonic())
+        )
+        self._add(complete)
+
+    def _add(self, requests: list[Any]) -> None:
+        for request in requests:
+            super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if len(self._assembly):
-            for late in self._assembly.overdue(time.monotonic()):
-                super().add_request(late)
-        return super().schedule(*args, **kwargs)
+            self._add(self._assembly.overdue(time.monotonic()))
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def get_num_unfinished_requests(self) -> int:
         # With work announced, the engine looks again after a millisecond instead of sleeping.
-        return super().get_num_unfinished_requests() + len(self._assembly)
+        return int(super().get_num_unfinished_requests()) + len(self._assembly)  # type: ignore[misc]
+
+
+class BatchScheduler(_Assembling, Scheduler):
+    """The scheduler of an engine."""
+
+
+class AsyncBatchScheduler(_Assembling, AsyncScheduler):
+    """The scheduler of an engine that plans a step while another runs."""

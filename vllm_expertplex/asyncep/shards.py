@@ -1,28 +1,25 @@
 """Where the experts of a layer lie: in one engine's shard, and in a buffer that holds them all.
 
-Owns: the layout of shards and buffers, the files that hold shards on CPU, the record by which
-peers find them. Must not know: vLLM, threads.
+Owns: the layout of shards and buffers, the record by which peers find shards.
+Must not know: vLLM, threads, kinds of memory.
 
-A shard file holds, layer after layer and parameter after parameter, the rows of one engine's
+A shard is one block per layer, which holds, parameter after parameter, the rows of one engine's
 experts. A whole layer holds each parameter's rows of all experts in order of index, so an engine's
 part of a parameter is one run of bytes in both.
 """
 
-import mmap
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from vllm_expertplex.asyncep.memory import Block, Pair
 from vllm_expertplex.layout import ExpertMap, Server
 
-_ALIGN = 64  # bytes; what vLLM's CPU kernels load at once
-Bytes = npt.NDArray[np.uint8]
+_ALIGN = 256  # bytes, of each parameter; as CUDA aligns allocations
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -75,11 +72,15 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
     layers: tuple[Layer, ...]
     experts: tuple[int, ...]
-    path: str
 
     @staticmethod
     def file(run_dir: Path, server: Server) -> Path:
         return run_dir / f"shard-{server.name}.json"
+
+    @staticmethod
+    def part(run_dir: Path, server: Server, layer: int) -> Path:
+        """Where the block of a layer is found."""
+        return run_dir / f"shard-{server.name}-{layer}"
 
     def write(self, run_dir: Path, server: Server) -> None:
         """Whole or not at all, so that a peer never sees half a record."""
@@ -108,29 +109,6 @@ def await_file(file: Path, server: Server, timeout_s: float) -> None:
         time.sleep(0.02)
 
 
-class ShardFile:
-    """The shard of one engine, mapped: writable by the one that creates it, read-only by peers."""
-
-    def __init__(self, path: Path, size: int | None = None) -> None:
-        """`size` in bytes creates the file, owner-only; without it an existing one is opened."""
-        writable = size is not None
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if writable else os.O_RDONLY
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if size is not None:
-                # Claims the memory now: a full /dev/shm is an error here, not a SIGBUS later.
-                os.posix_fallocate(descriptor, 0, max(size, 1))
-            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            self._map = mmap.mmap(descriptor, 0, access=access)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"shard of {(size or 0) / 2**20:.0f} MiB: {error.strerror}", str(path)
-            ) from None
-        finally:
-            os.close(descriptor)
-        self.data: Bytes = np.frombuffer(self._map, np.uint8)
-
-
 class ShardLayout:
     """Where rank r's part of each layer lies in its shard and in a whole layer."""
 
@@ -140,37 +118,28 @@ class ShardLayout:
         ranks = max(experts.server) + 1
         self._counts = [experts.server.count(rank) for rank in range(ranks)]
         self._first = [sum(self._counts[:rank]) for rank in range(ranks)]
-        self._starts = [self._layer_starts(count) for count in self._counts]
 
-    def _layer_starts(self, count: int) -> list[int]:
-        starts, end = [], 0
-        for layer in self.layers:
-            starts.append(end)
-            end += layer.offsets(count)[-1]
-        return [*starts, end]
+    def part_bytes(self, rank: int, layer: int) -> int:
+        """Bytes of rank's part of a layer."""
+        return self.layers[layer].offsets(self._counts[rank])[-1]
 
     def shard_bytes(self, rank: int) -> int:
-        return self._starts[rank][-1]
-
-    def layer_slice(self, rank: int, layer: int) -> slice:
-        """A layer within a rank's shard."""
-        starts = self._starts[rank]
-        return slice(starts[layer], starts[layer + 1])
+        """Bytes of rank's parts of all layers."""
+        return sum(self.part_bytes(rank, layer) for layer in range(len(self.layers)))
 
     @property
     def whole_bytes(self) -> int:
         """Bytes of a buffer that holds any one layer whole."""
         return max((layer.offsets(self.experts)[-1] for layer in self.layers), default=0)
 
-    def copy_layer(self, rank: int, layer: int, part: Bytes, whole: Bytes) -> int:
-        """Copy `part`, rank's part of `layer`, into the buffer `whole`. Returns bytes copied."""
+    def copies(self, rank: int, layer: int, part: Block, whole: Block) -> list[Pair]:
+        """What to copy to put `part`, rank's part of `layer`, into the buffer `whole`."""
         spec, count = self.layers[layer], self._counts[rank]
-        copied = 0
+        found = []
         for parameter, source, target in zip(
             spec.parameters, spec.offsets(count)[:-1], spec.offsets(self.experts)[:-1], strict=True
         ):
             size = parameter.row_bytes * count
             start = target + parameter.row_bytes * self._first[rank]
-            np.copyto(whole[start : start + size], part[source : source + size])
-            copied += size
-        return copied
+            found.append((whole[start : start + size], part[source : source + size]))
+        return found

@@ -1,37 +1,34 @@
 """The expert weights of one engine: its shard, its peers' shards, and the buffers between.
 
 Owns: putting a loaded model's experts into the shard, and gathering layers from all shards.
-Must not know: vLLM's workers, requests.
+Must not know: vLLM's workers, requests, how bytes are copied.
 
 The first MoE layer is gathered once and stays: a batch that starts never waits, and the first
 gather of a pass has a whole layer's time.
 """
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from vllm_expertplex.asyncep.board import Board, Counters
 from vllm_expertplex.asyncep.config import AsyncEPConfig
 from vllm_expertplex.asyncep.experts import describe, order_layers, put_in, take_out
-from vllm_expertplex.asyncep.gather import Gather
+from vllm_expertplex.asyncep.gather import Gather, ThreadGather
+from vllm_expertplex.asyncep.memory import Block, Mark, Memory, Pair
 from vllm_expertplex.asyncep.order import GatherOrder
 from vllm_expertplex.asyncep.ring import Prefetcher, Ring
-from vllm_expertplex.asyncep.shards import (
-    Bytes,
-    ShardFile,
-    ShardLayout,
-    ShardRecord,
-    await_file,
-)
+from vllm_expertplex.asyncep.shards import ShardLayout, ShardRecord, await_file
+from vllm_expertplex.asyncep.stream_gather import StreamGather
 from vllm_expertplex.layout import ExpertMap, Server
 
 
 class ExpertWeights:
-    """Takes the experts out of `layers`, the model's MoE layers in order, and serves them back."""
+    """Takes the experts out of `layers`, the model's MoE layers in order, and serves them back.
+
+    `near` is the memory that layers are computed from, `far` the host memory of offloaded ones.
+    """
 
     def __init__(
         self,
@@ -40,35 +37,38 @@ class ExpertWeights:
         config: AsyncEPConfig,
         layers: list[Any],
         experts: ExpertMap,
+        near: Memory,
+        far: Memory,
     ) -> None:
         self._run_dir, self._me, self._config = run_dir, me, config
+        self._near, self._home = near, far if config.offload_layers else near
+        self._channel = near.channel()
         self._board = Board(run_dir, me)
         local = experts.local_experts(me.rank)
         self.layers = [describe(layer, len(local)) for layer in layers]
         self._layout = ShardLayout(self.layers, experts)
+        self._parts: list[list[Any]] = []  # of each rank, its part of each layer
         self._mine = self._store(layers, local)
-        self._parts: list[Bytes] = []
         self._rings: list[Ring] = []  # with offloading: near parts of the layers to come
         self._prefetcher: Prefetcher | None = None
         self._far_bytes = 0  # gathered from host memory, because a ring had moved on
         self._kept_layers = 0  # computed from weights that stay
         self.gather: Gather | None = None
+        self.gather_s = 0.0
+        """Seconds the slowest layer takes to gather: t_EP, measured when connecting."""
 
     @property
     def names(self) -> list[str]:
         return [layer.name for layer in self.layers]
 
     @property
-    def shard_bytes(self) -> int:
-        return self._layout.shard_bytes(self._me.rank)
-
-    @property
     def resident_bytes(self) -> int:
         """What is held near the computation: shard or ring, first layer and buffers."""
+        shard = self._layout.shard_bytes(self._me.rank)
         if self._keeps_all:
-            return self.shard_bytes
+            return shard
         buffers = min(GatherOrder.BUFFERS, len(self.layers) - 1)
-        near = self._config.offload_layers * self._slot_bytes(self._me.rank) or self.shard_bytes
+        near = self._config.offload_layers * self._slot_bytes(self._me.rank) or shard
         return near + (1 + buffers) * self._layout.whole_bytes
 
     @property
@@ -78,17 +78,19 @@ class ExpertWeights:
 
     def _slot_bytes(self, rank: int) -> int:
         """The largest part of a layer that a rank holds."""
-        slices = [self._layout.layer_slice(rank, layer) for layer in range(len(self.layers))]
-        return max(part.stop - part.start for part in slices)
+        return max(self._layout.part_bytes(rank, layer) for layer in range(len(self.layers)))
 
-    def _store(self, layers: list[Any], local: list[int]) -> ShardFile:
-        path = self._run_dir / f"shard-{self._me.name}"
-        shard = ShardFile(path, self.shard_bytes)
+    def _store(self, layers: list[Any], local: list[int]) -> list[Any]:
+        """Move layer after layer: two copies of all would be too much."""
+        shard = []
         for index, (layer, spec) in enumerate(zip(layers, self.layers, strict=True)):
-            part = torch.from_numpy(shard.data[self._layout.layer_slice(self._me.rank, index)])
-            take_out(layer, spec, spec.views(part, len(local)))
-        record = ShardRecord(tuple(self.layers), tuple(local), str(path))
-        record.write(self._run_dir, self._me)
+            path = ShardRecord.part(self._run_dir, self._me, index)
+            part = self._home.create(path, self._layout.part_bytes(self._me.rank, index))
+            take_out(layer, spec, spec.views(self._home.tensor(part), len(local)))
+            shard.append(part)
+        if (computation := self._near.computation()) is not None:
+            computation.finish()
+        ShardRecord(tuple(self.layers), tuple(local)).write(self._run_dir, self._me)
         return shard
 
     def connect(self, layers: list[Any]) -> None:
@@ -97,34 +99,31 @@ class ExpertWeights:
         Raises TimeoutError naming a peer that is not there, RuntimeError for one that differs.
         """
         for peer in self._config.servers:
-            self._parts.append(self._mine.data if peer == self._me else self._open(peer))
+            self._parts.append(self._mine if peer == self._me else self._open(peer))
         order_layers(self._begin, self._end)
         if self._keeps_all:
             self._keep_all(layers)
             return
-        sizes = [self._layout.whole_bytes] * (1 + GatherOrder.BUFFERS)
-        whole = [torch.empty(size, dtype=torch.uint8) for size in sizes[: len(layers)]]
-        self._whole: list[Bytes] = [buffer.numpy() for buffer in whole]
+        whole = min(1 + GatherOrder.BUFFERS, len(layers))
+        self._whole = [self._near.buffer(self._layout.whole_bytes) for _ in range(whole)]
         order = GatherOrder(max(1, len(layers) - 1))
         for index, (layer, spec) in enumerate(zip(layers, self.layers, strict=True)):
-            buffer = whole[0 if index == 0 else 1 + order.buffer(index - 1)]
-            put_in(layer, spec.views(buffer, layer.global_num_experts))
+            buffer = self._whole[0 if index == 0 else 1 + order.buffer(index - 1)]
+            tensor = self._near.tensor(buffer)
+            put_in(layer, spec.views(tensor, layer.global_num_experts))
         self._pull(0, self._whole[0])
-        if self._config.offload_layers and len(layers) > 1:
-            self._open_rings(len(layers) - 1)
+        self._channel.finish()
         if len(layers) > 1:
-            self.gather = Gather(
-                len(layers) - 1,
-                lambda layer, buffer: self._gather(1 + layer, self._whole[1 + buffer]),
-                self._config.gather_timeout_s,
-            )
+            self.gather_s = self._measure()
+            if self._config.offload_layers:
+                self._open_rings(len(layers) - 1)
+            self.gather = self._begin_gathering(len(layers) - 1)
 
     def _keep_all(self, layers: list[Any]) -> None:
-        for index, (layer, spec) in enumerate(zip(layers, self.layers, strict=True)):
-            part = self._mine.data[self._layout.layer_slice(self._me.rank, index)]
-            put_in(layer, spec.views(torch.from_numpy(part), layer.global_num_experts))
+        for layer, spec, part in zip(layers, self.layers, self._mine, strict=True):
+            put_in(layer, spec.views(self._near.tensor(part), layer.global_num_experts))
 
-    def _open(self, peer: Server) -> Bytes:
+    def _open(self, peer: Server) -> list[Any]:
         record = ShardRecord.wait(self._run_dir, peer, self._config.startup_timeout_s)
         if record.layers != tuple(self.layers):
             raise RuntimeError(
@@ -132,46 +131,68 @@ class ExpertWeights:
                 f"{record.layers[0].parameters}, {self._me.name} has {self.names[:3]}... of "
                 f"{self.layers[0].parameters}: all engines must run the same model"
             )
-        return ShardFile(Path(record.path)).data
+        paths = [ShardRecord.part(self._run_dir, peer, i) for i in range(len(self.layers))]
+        return [self._home.open(path) for path in paths]
 
     def _open_rings(self, layers: int) -> None:
         slots = min(self._config.offload_layers, layers)
         for peer in self._config.servers:
-            size = self._slot_bytes(peer.rank)
+            mine = peer == self._me
             path = self._run_dir / f"ring-{peer.name}"
-            if peer != self._me:
+            if not mine:
                 await_file(path, peer, self._config.startup_timeout_s)
-                self._rings.append(Ring(path, slots, size))
-                continue
-            partial = path.with_suffix(".partial")
-            ring = Ring(partial, slots, size, create=True)
-            partial.rename(path)
+            ring = Ring(path, slots, self._slot_bytes(peer.rank), self._near, create=mine)
             self._rings.append(ring)
-            self._prefetcher = Prefetcher(ring, layers, lambda i: self._part(self._me.rank, 1 + i))
+        self._prefetcher = Prefetcher(
+            self._rings[self._me.rank],
+            layers,
+            lambda layer: self._mine[1 + layer],
+            self._near.channel(),
+        )
 
-    def _part(self, rank: int, layer: int) -> Bytes:
-        return self._parts[rank][self._layout.layer_slice(rank, layer)]
+    def _begin_gathering(self, layers: int) -> Gather:
+        computation = self._near.computation()
+        if computation is None or self._rings:  # whoever reads a ring must look at it twice
+            timeout_s = self._config.gather_timeout_s
+            return ThreadGather(layers, self._gather, timeout_s, computation)
 
-    def _gather(self, layer: int, whole: Bytes) -> int:
-        copied = self._pull(layer, whole)
+        def pull(layer: int, buffer: int) -> int:
+            return self._pull(1 + layer, self._whole[1 + buffer])
+
+        return StreamGather(layers, pull, self._channel, computation)
+
+    def _gather(self, layer: int, buffer: int, used: Mark | None) -> int:
+        self._channel.after(used)
+        copied = self._pull(1 + layer, self._whole[1 + buffer])
+        self._channel.finish()
         if self._prefetcher is not None:
             self._prefetcher.gathered()
         return copied
 
-    def _pull(self, layer: int, whole: Bytes) -> int:
-        """Put one layer together in a buffer. Returns bytes."""
-        return sum(self._pull_part(rank, layer, whole) for rank in range(len(self._parts)))
-
-    def _pull_part(self, rank: int, layer: int, whole: Bytes) -> int:
-        def take(part: Bytes) -> int:
-            return self._layout.copy_layer(rank, layer, part, whole)
-
-        far = self._part(rank, layer)
+    def _pull(self, layer: int, whole: Block) -> int:
+        """Begin to put one layer together in a buffer. Returns bytes."""
         if self._rings:
-            near = self._rings[rank].read(layer - 1, far.size, take)
-            if near is not None:
-                return near
-            self._far_bytes += far.size
+            return sum(self._pull_near(rank, layer, whole) for rank in range(len(self._parts)))
+        return self._channel.copy(self._pairs(range(len(self._parts)), layer, whole))
+
+    def _pairs(self, ranks: Iterable[int], layer: int, whole: Block) -> list[Pair]:
+        """What to copy to put these ranks' parts of a layer into a buffer."""
+        parts = ((rank, self._parts[rank][layer]) for rank in ranks)
+        return [pair for r, part in parts for pair in self._layout.copies(r, layer, part, whole)]
+
+    def _pull_near(self, rank: int, layer: int, whole: Block) -> int:
+        """Put one rank's part into a buffer, from its ring if that has it."""
+
+        def take(part: Block) -> int:
+            copied = self._channel.copy(self._layout.copies(rank, layer, part, whole))
+            self._channel.finish()
+            return copied
+
+        far = self._parts[rank][layer]
+        near = self._rings[rank].read(layer - 1, far.size, take)
+        if near is not None:
+            return near
+        self._far_bytes += far.size
         return take(far)
 
     def _begin(self, layer: int) -> None:
@@ -188,16 +209,17 @@ class ExpertWeights:
         layers = counters.layers + self._kept_layers
         self._board.publish(counters._replace(layers=layers, far_bytes=self._far_bytes))
 
-    def measure_gather(self, rounds: int = 3) -> float:
-        """Seconds the slowest layer takes to gather: t_EP. Nothing may be computed meanwhile."""
-        scratch = np.empty(self._layout.whole_bytes, np.uint8)
-        slowest = 0.0
+    def _measure(self, rounds: int = 3) -> float:
+        """Offloaded, every engine brings its own part from the host, and that takes longest."""
+        ranks = [self._me.rank] if self._config.offload_layers else range(len(self._parts))
+        scratch, slowest = self._whole[-1], 0.0
         for layer in range(1, len(self.layers)):
+            pairs = self._pairs(ranks, layer, scratch)
             best = float("inf")
             for _ in range(rounds):
                 started = time.perf_counter()
-                self._pull(layer, scratch)
+                self._channel.copy(pairs)
+                self._channel.finish()
                 best = min(best, time.perf_counter() - started)
             slowest = max(slowest, best)
-        self._far_bytes = 0
         return slowest
