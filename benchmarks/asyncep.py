@@ -1,12 +1,14 @@
 """AsyncEP beside other ways to serve a prefill-only load on the same machine.
 
     python benchmarks/asyncep.py MODEL [--engines 2] [--lengths 128 512] [--json FILE]
+    python benchmarks/asyncep.py FOLDER --write qwen3-235b-a22b --layers 12
 
-Every mode is started, measured and stopped in turn; all answer the same requests (one token,
-logprobs). For each prompt length and kind of prefix: prompt tokens/s at saturation. For AsyncEP
-also how long a layer's gather takes, what part of the time computing waited for it, by the tokens
-of a batch, against the threshold T; and a burst after idle. On GPUs pass the lengths of the load,
-and --peak-tflops for MFU.
+Every mode is started, measured and stopped in turn, or with --side-by-side all are started at once
+and measured in turn; all answer the same requests (one token, logprobs). For each prompt length and
+kind of prefix: prompt tokens/s at saturation. For AsyncEP also how long a layer's gather takes,
+what part of the time computing waited for it, by the tokens of a batch, against the threshold T;
+and a burst after idle. On GPUs pass the lengths of the load, and --peak-tflops for MFU; --write
+makes a model of real layers, as many as there is room for, to serve with --load-format dummy.
 """
 
 import argparse
@@ -16,8 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,15 +50,21 @@ class Mode(NamedTuple):
     config: dict[str, Any] | None = None
 
 
-def modes(engines: int) -> list[Mode]:
+def modes(engines: int, step_tokens: int | None) -> list[Mode]:
+    """`step_tokens` are those of a step for each engine's GPU; tensor parallel GPUs share one."""
     parallel = str(engines)
+
+    def step(gpus: int) -> tuple[str, ...]:
+        return ("--max-num-batched-tokens", str(gpus * step_tokens)) if step_tokens else ()
+
+    tensor = ("--tensor-parallel-size", parallel, *step(engines))
     return [
-        Mode("plain, one engine", ()),
-        Mode("TP+TP", ("--tensor-parallel-size", parallel)),
-        Mode("TP+EP", ("--tensor-parallel-size", parallel, "--enable-expert-parallel")),
-        Mode("DP+EP", ("--data-parallel-size", parallel, "--enable-expert-parallel")),
-        Mode("AsyncEP, no frontend", (), {"gpus": engines, "frontend": False}),
-        Mode("AsyncEP", (), {"gpus": engines}),
+        Mode("plain, one engine", step(1)),
+        Mode("TP+TP", tensor),
+        Mode("TP+EP", (*tensor, "--enable-expert-parallel")),
+        Mode("DP+EP", ("--data-parallel-size", parallel, "--enable-expert-parallel", *step(1))),
+        Mode("AsyncEP, no frontend", step(1), {"gpus": engines, "frontend": False}),
+        Mode("AsyncEP", step(1), {"gpus": engines}),
     ]
 
 
@@ -88,25 +97,48 @@ async def together(port: int, prompts: list[list[int]]) -> tuple[float, list[flo
         return time.perf_counter() - begin, list(each)
 
 
-@contextmanager
-def served(mode: Mode, args: argparse.Namespace, scratch: Path) -> Iterator[servers.Server | None]:
-    """The server of `mode`; None, with a word why, where this vLLM cannot serve that way."""
+def begin(
+    mode: Mode, args: argparse.Namespace, scratch: Path
+) -> AbstractContextManager[servers.Server]:
     options = [*mode.options, *args.option]
     if mode.config is not None:
-        file = scratch / "asyncep.json"
+        file = scratch / f"{mode.name}.json"
         file.write_text(json.dumps(mode.config | json.loads(args.config)))
         options += ["--executor", "asyncep", "--asyncep-config", str(file)]
-    log = scratch / f"{mode.name.replace(' ', '-')}.log"
-    with servers.start(args.model, log, options=options) as server:
-        try:
-            with console.status(f"{mode.name}: starting"):
-                server.wait_healthy(servers.START_DEADLINE_S)
-        except servers.ServerError as error:
-            console.print(f"{mode.name}: cannot serve here ({str(error).splitlines()[-1][:100]})")
-            yield None
-            return
-        yield server
-        server.stop()
+    log = (args.logs or scratch) / f"{mode.name.replace(' ', '-')}.log"
+    return servers.start(args.model, log, options=options)
+
+
+@contextmanager
+def served(
+    chosen: Sequence[Mode], args: argparse.Namespace, scratch: Path
+) -> Iterator[dict[str, servers.Server]]:
+    """The servers of these modes, warm; without those that this vLLM cannot serve, with a word
+    why.
+    """
+    running = {}
+    with ExitStack() as stack:
+        begun = {mode.name: stack.enter_context(begin(mode, args, scratch)) for mode in chosen}
+        for name, server in begun.items():
+            try:
+                with console.status(f"{name}: starting"):
+                    server.wait_healthy(args.start_deadline)
+                running[name] = server
+                console.log(f"{name}: ready after {server.start_s:.0f} s")
+            except servers.ServerError as error:
+                console.print(f"{name}: cannot serve here ({str(error)[-300:]})")
+        asyncio.run(warm([server.port for server in running.values()], args))
+        yield running
+        with ThreadPoolExecutor() as pool, suppress(servers.ServerError):
+            list(pool.map(lambda server: server.stop(), running.values()))
+
+
+async def warm(ports: Sequence[int], args: argparse.Namespace) -> None:
+    """Kernels are compiled for each size when they first see it."""
+    for length in args.lengths:
+        count = max(8, args.tokens // length)
+        prompts = [prompt(length, "none", i, length * 1_000) for i in range(count)]
+        await asyncio.gather(*(together(port, prompts) for port in ports))
 
 
 def engines(server: servers.Server) -> list[dict[str, Any]]:
@@ -124,14 +156,14 @@ def gathering(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tupl
 
 
 def throughput(
-    mode: Mode, server: servers.Server, args: argparse.Namespace
+    name: str, server: servers.Server, args: argparse.Namespace
 ) -> dict[tuple[int, str], float]:
     """Prompt tokens/s by (length, prefixes)."""
     found = {}
     salt = 1
     for length in args.lengths:
         count = max(8, args.tokens // length)
-        for prefixes in PREFIXES:
+        for prefixes in args.prefixes:
             rates = []
             for _ in range(args.rounds):
                 salt += 100_000
@@ -139,7 +171,7 @@ def throughput(
                 seconds, _ = asyncio.run(together(server.port, prompts))
                 rates.append(count * length / seconds)
             found[length, prefixes] = statistics.median(rates)
-            console.log(f"{mode.name}: {length} tokens, {prefixes}: {max(rates):.0f} tokens/s")
+            console.log(f"{name}: {length} tokens, {prefixes}: {max(rates):.0f} tokens/s")
     return found
 
 
@@ -166,7 +198,7 @@ def hiding(server: servers.Server, args: argparse.Namespace) -> list[Row]:
 
 
 def compare(found: dict[str, dict[tuple[int, str], float]]) -> list[Row]:
-    """AsyncEP against the best of vLLM's own modes, cell by cell, and against no frontend."""
+    """AsyncEP against the best of vLLM's own modes, cell by cell, the others, and no frontend."""
     ours, rows = found["AsyncEP"], []
     stock = {name: cells for name, cells in found.items() if not name.startswith("AsyncEP")}
     for (length, prefixes), rate in ours.items():
@@ -174,8 +206,13 @@ def compare(found: dict[str, dict[tuple[int, str], float]]) -> list[Row]:
         best = max(stock, key=lambda name: stock[name][length, prefixes])
         peer = stock[best][length, prefixes]
         rows.append(Row(cell, "tokens/s", rate, peer, best, SPEEDUP_FLOOR))
-        bare = found["AsyncEP, no frontend"][length, prefixes]
-        rows.append(Row(f"{cell}: frontend", "tokens/s", rate, bare, "AsyncEP, no frontend", None))
+        for name in stock:
+            if name != best:
+                peer = stock[name][length, prefixes]
+                rows.append(Row(cell, "tokens/s", rate, peer, name, None))
+        if bare := found.get("AsyncEP, no frontend"):
+            peer, name = bare[length, prefixes], "AsyncEP, no frontend"
+            rows.append(Row(f"{cell}: frontend", "tokens/s", rate, peer, name, None))
     return rows
 
 
@@ -199,35 +236,52 @@ def mfu(found: dict[tuple[int, str], float], args: argparse.Namespace) -> list[R
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--prefixes", nargs="+", choices=PREFIXES, default=PREFIXES)
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--tokens", type=int, default=8192, help="prompt tokens of one round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--config", default="{}", help="further AsyncEP options, as JSON")
     parser.add_argument("--option", action="append", default=[], help="for vllm serve, all modes")
+    parser.add_argument("--step-tokens", type=int, help="of a step, for each GPU")
     parser.add_argument("--only", nargs="+", metavar="MODE", help="leave other modes out")
+    parser.add_argument("--side-by-side", action="store_true", help="start all modes at once")
+    parser.add_argument("--start-deadline", type=float, default=servers.START_DEADLINE_S)
     parser.add_argument("--peak-tflops", type=float, help="of one engine's device")
+    parser.add_argument("--write", metavar="NAME", help="write a model to the folder, and end")
+    parser.add_argument("--layers", type=int, help="of the model to write")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
     parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.write:
+        from asyncep_models import write_model
+
+        write_model(args.model, args.write, args.layers)
+        return
+    if args.peak_tflops:
+        import torch  # noqa: F401  the report asks it for the GPUs' name
     servers.interrupt_on_sigterm()
     found: dict[str, dict[tuple[int, str], float]] = {}
     rows: list[Row] = []
+    chosen = [m for m in modes(args.engines, args.step_tokens) if m.name in (args.only or [m.name])]
     with tempfile.TemporaryDirectory() as scratch:
-        for mode in modes(args.engines):
-            if args.only and mode.name not in args.only:
-                continue
-            with served(mode, args, Path(scratch)) as server:
-                if server is None:
-                    continue
-                asyncio.run(together(server.port, [prompt(64, "none", i, 0) for i in range(4)]))
-                found[mode.name] = throughput(mode, server, args)
-                if mode.name == "AsyncEP":
-                    rows = hiding(server, args)
-    if {"AsyncEP", "AsyncEP, no frontend", "plain, one engine"} <= found.keys():
+        for group in [chosen] if args.side_by_side else [[mode] for mode in chosen]:
+            with served(group, args, Path(scratch)) as running:
+                for name, server in running.items():
+                    found[name] = throughput(name, server, args)
+                if "AsyncEP" in running:
+                    rows = hiding(running["AsyncEP"], args)
+    if "AsyncEP" in found and any(not name.startswith("AsyncEP") for name in found):
         rows = compare(found) + mfu(found["AsyncEP"], args) + rows
     console.print(table(rows, args))
     write("asyncep", rows, args.json)

@@ -86,15 +86,15 @@ OPTIONS = (
 )
 
 
-def write_model(folder: Path, layers: int) -> None:
-    (folder / "config.json").write_text(json.dumps(M27 | {"num_hidden_layers": layers}))
+def write_model(folder: Path, layers: int, model: dict[str, Any] = M27) -> None:
+    (folder / "config.json").write_text(json.dumps(model | {"num_hidden_layers": layers}))
     train_tokenizer().save_pretrained(folder)
     # A model that was never trained samples any of its tokens: all need a text.
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
     taken = {*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])}
-    vocabulary |= {f"unused{n}": n for n in range(M27["vocab_size"]) if n not in taken}
+    vocabulary |= {f"unused{n}": n for n in range(model["vocab_size"]) if n not in taken}
     path.write_text(json.dumps(tokenizer))
 
 
