@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[3]
 WORK = ROOT / "build" / "parity"
 LAYOUTS = ("1P1D1E", "2P1D2E", "1P2D3E")
 DTYPES = ("bfloat16", "float32")
+# Plain vLLM compared with itself: what differs there as well depends on a server's history.
+CONTROLS = {"plain": (), "plain-uncached": ("--no-enable-prefix-caching",)}
 
 
 def main() -> int:
@@ -43,7 +45,8 @@ def main() -> int:
     if rows and not args.no_docs:
         everything = report.save([], WORK / "results.json")
         (ROOT / "docs" / "parity.md").write_text(report.markdown(everything))
-    return 2 if failed else int(not all(row.passed for row in rows))
+    ours = [row for row in rows if row.layout not in CONTROLS]
+    return 2 if failed else int(not all(row.passed for row in ours))
 
 
 def _parse() -> argparse.Namespace:
@@ -56,12 +59,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument(
         "--layouts", nargs="+", metavar="xPyDzE", default=LAYOUTS,
-        help="`plain` compares plain vLLM with itself: a control",
+        help=f"{' and '.join(CONTROLS)} compare plain vLLM with itself: controls",
     )  # fmt: skip
     parser.add_argument("--no-docs", action="store_true", help="leave docs/parity.md alone")
     args = parser.parse_args()
     for layout in args.layouts:
-        if layout != "plain":
+        if layout not in CONTROLS:
             try:
                 Layout.parse(layout)
             except ValueError as error:
@@ -97,16 +100,16 @@ def _pair(model: str, dtype: str, layouts: list[str], rows: list[report.Row]) ->
 def _answers(
     model: str, dtype: str, layout: str | None, plain: Answers | None
 ) -> tuple[Answers, float]:
-    """Start a server (`layout` None or "plain": plain vLLM), ask it everything, stop it."""
+    """Start a server (`layout` None or a control: plain vLLM), ask it everything, stop it."""
     name = f"{model} {dtype} {layout or 'baseline'}"
     console = Console(stderr=True)
-    plain_vllm = layout in (None, "plain")
+    plain_vllm = layout is None or layout in CONTROLS
     with console.status(f"{name}: starting") as status:
         with serve(
             baseline(model) if plain_vllm else checkpoint(model),
             WORK / "logs" / f"{name.replace(' ', '-')}.log",
             layout=None if plain_vllm else layout,
-            options=("--dtype", dtype),
+            options=("--dtype", dtype, *CONTROLS.get(layout or "", ())),
         ) as server:
             answers = run(
                 server,
