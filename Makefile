@@ -8,7 +8,7 @@ NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp')
 CPP    := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest cpp-test lint format doctor clean
+.PHONY: help setup demo test test-all pytest cpp-test lint format doctor clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,9 @@ test: lint cpp-test pytest ## what CI runs: lint, C++ host tests, Python tests
 
 pytest: setup
 	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-all: lint cpp-test setup ## the slow ones too: failures of every kind, half an hour more
+	$(BIN)/python -m pytest -m "not gpu"
 
 cpp-test:
 	$(MAKE) -C csrc test
