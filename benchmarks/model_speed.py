@@ -54,7 +54,7 @@ M27: dict[str, Any] = {
     "rotary_dim": 64,
     "rms_norm_eps": 1e-6,
     "scoring_func": "sigmoid",
-    "use_routing_bias": True,
+    "use_routing_bias": False,  # a random one would send every token to the same experts
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
     "hidden_act": "silu",

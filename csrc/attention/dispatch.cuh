@@ -1,8 +1,8 @@
 // Dispatch: push each token once to every MoE server that holds one of its experts, then signal.
 //
-// A warp takes a few hundred columns of a token at a time, and has the next ones on their way. What
-// it sends in small pieces (scales, ids, weights) is gathered by its CTA and crosses the link in
-// whole lines: the link's limit is packets, and a small one counts like a large one. The signal
+// A warp takes a few hundred columns of a token at a time, and has the next ones on their way. Ids
+// and weights go by themselves, in whole lines: the link's limit is packets, and a small one counts
+// like a large one. Gathering scales in a CTA, too, costs more in barriers than it saves. The signal
 // needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by the CTA
 // barrier and the acq_rel counter, and release is cumulative.
 #pragma once
@@ -29,7 +29,6 @@ template <uint32_t kLoads>
 struct Item {
   Columns columns[kLoads];
   int32_t expert;
-  float weight;
 };
 
 // FP8 keeps a lane's 16 columns together, so that it stores 16 bytes; bf16 has them 256 apart, so
@@ -56,7 +55,6 @@ __device__ __forceinline__ Item<kLoads> load_item(const DispatchArguments& a, ui
   }
   const size_t at = static_cast<size_t>(token) * a.peers.topk + lane;
   item.expert = lane < a.peers.topk ? a.ids[at] : -1;
-  item.weight = lane < a.peers.topk ? a.weights[at] : 0;
   return item;
 }
 
@@ -88,82 +86,54 @@ __device__ __forceinline__ uint4 quantise(const Columns& c, float& scale) {
   return {q[0], q[1], q[2], q[3]};
 }
 
-// Where a token's experts are: lane k knows its k-th expert's server (kMaxServers: nowhere) and
-// slot, all lanes know the mask of servers.
-struct Route {
-  uint32_t server, mask;
-  int32_t slot;
-};
-
-__device__ __forceinline__ Route route(const uint32_t* places, int32_t expert, uint32_t experts) {
-  Route r{kMaxServers, 0, -1};
-  // vLLM pads routing with -1.
-  if (expert >= 0 && expert < static_cast<int32_t>(experts)) {
-    r.server = places[expert] >> 16;
-    r.slot = static_cast<int32_t>(places[expert] & 0xffff);
-  }
-  r.mask = __reduce_or_sync(~0u, r.server < kMaxServers ? 1u << r.server : 0u);
-  return r;
+// Where an expert is, as in DispatchArguments; on server kMaxServers if nowhere: vLLM pads routing
+// with -1.
+__device__ __forceinline__ uint32_t place_of(const uint32_t* places, int32_t expert,
+                                             uint32_t experts) {
+  return expert >= 0 && expert < static_cast<int32_t>(experts) ? places[expert]
+                                                               : kMaxServers << 16;
 }
 
-// How the columns of a step's tokens are cut into items, one per warp and round.
-template <uint32_t kLoads>
-struct Cut {
-  static constexpr uint32_t kItem = kLoads * kColumns, kScales = kItem / kScaleColumns;
-  uint32_t parts, scales;  // of a token
+// Bit z: one of the experts that the lanes have is on server z.
+__device__ __forceinline__ uint32_t servers_of(uint32_t place) {
+  const uint32_t server = place >> 16;
+  return __reduce_or_sync(~0u, server < kMaxServers ? 1u << server : 0u);
+}
 
-  __device__ explicit Cut(uint32_t hidden)
-      : parts((hidden + kItem - 1) / kItem), scales(hidden / kScaleColumns) {}
-  __device__ uint32_t token(uint32_t item) const { return item / parts; }
-  __device__ uint32_t first(uint32_t item) const { return item % parts * kItem; }
-  // Of [tokens, scales], where the item's are, or would be.
-  __device__ uint32_t scale(uint32_t item) const {
-    return token(item) * scales + item % parts * kScales;
-  }
-  // Tokens whose first item comes before this one.
-  __device__ uint32_t tokens_before(uint32_t item) const { return (item + parts - 1) / parts; }
+// An id and its weight, of [tokens, topk].
+struct Pair {
+  int32_t expert;
+  float weight;
 };
 
-// The small pieces of one round's items, a run of neighbours.
-template <uint32_t kLoads>
-struct Stage {
-  float scales[kWarps * Cut<kLoads>::kScales];
-  uint32_t places[kWarps * kMaxTopK];  // as in DispatchArguments; server kMaxServers: nowhere
-  float weights[kWarps * kMaxTopK];
-};
+__device__ __forceinline__ Pair load_pair(const DispatchArguments& a, uint32_t i) {
+  if (i >= a.tokens * a.peers.topk) return {-1, 0};
+  return {a.ids[i], a.weights[i]};
+}
 
-// Items [begin, end). Every server gets every token's ids, also where they say "none here"; scales
-// and weights go along with them.
-template <bool kFp8, uint32_t kLoads>
-__device__ __forceinline__ void push_stage(const DispatchArguments& a, const Stage<kLoads>& stage,
-                                           const Cut<kLoads>& cut, uint32_t begin, uint32_t end) {
-  const size_t pair = static_cast<size_t>(cut.tokens_before(begin)) * a.peers.topk;
-  const uint32_t pairs =
-      static_cast<uint32_t>(static_cast<size_t>(cut.tokens_before(end)) * a.peers.topk - pair);
-  const uint32_t scale = cut.scale(begin), scales = min(cut.scale(end - 1) + cut.kScales,
-                                                        (cut.token(end - 1) + 1) * cut.scales) -
-                                                    scale;
-  for (uint32_t z = 0; z < a.peers.servers; ++z) {
-    uint8_t* slot = a.peers.slots[z];
-    for (uint32_t i = threadIdx.x; i < pairs; i += kThreads) {
-      const uint32_t place = stage.places[i];
-      reinterpret_cast<int32_t*>(slot + a.peers.at.ids)[pair + i] =
+// Every server gets every token's ids, also where they say "none here"; weights go along. `next`:
+// the pair at `i`, this thread's first.
+__device__ __forceinline__ void push_routing(const DispatchArguments& a, const uint32_t* places,
+                                             uint32_t i, Pair next) {
+  while (i < a.tokens * a.peers.topk) {
+    const uint32_t at = i, place = place_of(places, next.expert, a.peers.experts);
+    const float weight = next.weight;
+    next = load_pair(a, i += gridDim.x * kThreads);
+    for (uint32_t z = 0; z < a.peers.servers; ++z) {
+      uint8_t* slot = a.peers.slots[z];
+      reinterpret_cast<int32_t*>(slot + a.peers.at.ids)[at] =
           place >> 16 == z ? static_cast<int32_t>(place & 0xffff) : -1;
-      reinterpret_cast<float*>(slot + a.peers.at.weights)[pair + i] = stage.weights[i];
+      reinterpret_cast<float*>(slot + a.peers.at.weights)[at] = weight;
     }
-    if constexpr (kFp8)
-      for (uint32_t i = threadIdx.x; i < scales; i += kThreads)
-        reinterpret_cast<float*>(slot + a.peers.at.scales)[scale + i] = stage.scales[i];
   }
 }
 
-// Returns, in lane 4 l + g, the scale of load l's block g.
 template <uint32_t kLoads>
-__device__ __forceinline__ float push_fp8(const DispatchArguments& a, const Item<kLoads>& item,
-                                          uint32_t mask, uint32_t token, uint32_t first,
-                                          uint32_t lane) {
+__device__ __forceinline__ void push_fp8(const DispatchArguments& a, const Item<kLoads>& item,
+                                         uint32_t mask, uint32_t token, uint32_t first,
+                                         uint32_t lane) {
   uint4 packed[kLoads];
-  float mine = 0;
+  float mine = 0;  // lane 4 l + g: the scale of load l's block g, so that all leave in one store
 #pragma unroll
   for (uint32_t l = 0; l < kLoads; ++l) {
     float scale;
@@ -180,8 +150,9 @@ __device__ __forceinline__ float push_fp8(const DispatchArguments& a, const Item
       if (first + col < a.peers.hidden)
         *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + at + col) = packed[l];
     }
+    if (lane < 4 * kLoads && first + lane * kScaleColumns < a.peers.hidden)
+      reinterpret_cast<float*>(slot + a.peers.at.scales)[at / kScaleColumns + lane] = mine;
   }
-  return mine;
 }
 
 template <uint32_t kLoads>
@@ -227,49 +198,33 @@ __device__ __forceinline__ void signal(const DispatchArguments& a, uint32_t late
 template <bool kFp8, uint32_t kLoads>
 __device__ __forceinline__ void dispatch(const DispatchArguments& a) {
   __shared__ uint32_t places[kMaxExperts];
-  __shared__ Stage<kLoads> stages[2];
   wait_for_previous_kernel();
   launch_next_kernel();
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, topk = a.peers.topk;
-  const Cut<kLoads> cut(a.peers.hidden);
-  const uint32_t items = a.tokens * cut.parts;
+  const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * kWarps;
+  constexpr uint32_t kItem = kLoads * kColumns;
+  const uint32_t parts = (a.peers.hidden + kItem - 1) / kItem, items = a.tokens * parts;
+  uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
   // Everything that a small operation needs is on its way at once.
-  uint32_t begin = blockIdx.x * kWarps;
   Item<kLoads> next;
-  if (uint32_t i = begin + warp; i < items)
-    next = load_item<kFp8, kLoads>(a, cut.token(i), cut.first(i), lane);
+  if (index < items) next = load_item<kFp8, kLoads>(a, index / parts, index % parts * kItem, lane);
+  const uint32_t pair = blockIdx.x * kThreads + threadIdx.x;
+  const Pair routing = load_pair(a, pair);
   const uint32_t latest = threadIdx.x == 0 ? a.peers.state->sequence : 0;
   for (uint32_t e = threadIdx.x; e < a.peers.experts; e += kThreads) places[e] = a.places[e];
   __syncthreads();
-  for (uint32_t round = 0; begin < items; ++round) {
-    Stage<kLoads>& stage = stages[round % 2];
-    const uint32_t end = min(begin + kWarps, items), i = begin + warp;
-    const uint32_t following = begin + gridDim.x * kWarps;
+  push_routing(a, places, pair, routing);
+  while (index < items) {
     const Item<kLoads> item = next;
-    if (following + warp < items)
-      next = load_item<kFp8, kLoads>(a, cut.token(following + warp), cut.first(following + warp),
-                                     lane);
-    if (i < end) {
-      const uint32_t token = cut.token(i), first = cut.first(i);
-      const Route r = route(places, item.expert, a.peers.experts);
-      if (first == 0 && lane == 0) a.peers.masks[token] = r.mask;
-      if (first == 0 && lane < topk) {
-        const uint32_t at = (token - cut.tokens_before(begin)) * topk + lane;
-        stage.places[at] = r.server << 16 | (r.slot & 0xffff);
-        stage.weights[at] = item.weight;
-      }
-      if constexpr (kFp8) {
-        const float scale = push_fp8(a, item, r.mask, token, first, lane);
-        if (lane < cut.kScales && first / kScaleColumns + lane < cut.scales)
-          stage.scales[cut.scale(i) - cut.scale(begin) + lane] = scale;
-      } else {
-        push_bf16(a, item, r.mask, token, first, lane);
-      }
-    }
-    // The stage before this one has been read by all: they have come past the last barrier.
-    __syncthreads();
-    push_stage<kFp8>(a, stage, cut, begin, end);
-    begin = following;
+    const uint32_t token = index / parts, first = index % parts * kItem;
+    index += warps;
+    if (index < items)
+      next = load_item<kFp8, kLoads>(a, index / parts, index % parts * kItem, lane);
+    const uint32_t mask = servers_of(place_of(places, item.expert, a.peers.experts));
+    if (first == 0 && lane == 0) a.peers.masks[token] = mask;
+    if constexpr (kFp8)
+      push_fp8(a, item, mask, token, first, lane);
+    else
+      push_bf16(a, item, mask, token, first, lane);
   }
   signal(a, latest);
 }

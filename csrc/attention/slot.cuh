@@ -7,7 +7,7 @@
 namespace expertplex::attention {
 
 constexpr uint32_t kMaxServers = 32;  // MoE servers; a token's servers are bits of one word
-constexpr uint32_t kMaxExperts = 1024, kMaxTopK = 32;
+constexpr uint32_t kMaxExperts = 1024;
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kScaleColumns = 128;  // of activations under one FP8 scale
