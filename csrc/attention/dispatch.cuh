@@ -2,9 +2,9 @@
 //
 // A warp takes a few hundred columns of a token at a time, and has the next ones on their way. Ids
 // and weights go by themselves, in whole lines: the link's limit is packets, and a small one counts
-// like a large one. Gathering scales in a CTA, too, costs more in barriers than it saves. The signal
-// needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by the CTA
-// barrier and the acq_rel counter, and release is cumulative.
+// like a large one. Gathering scales in a CTA, too, costs more in barriers than it saves. The
+// signal needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by
+// the CTA barrier and the acq_rel counter, and release is cumulative.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -90,8 +90,7 @@ __device__ __forceinline__ uint4 quantise(const Columns& c, float& scale) {
 // with -1.
 __device__ __forceinline__ uint32_t place_of(const uint32_t* places, int32_t expert,
                                              uint32_t experts) {
-  return expert >= 0 && expert < static_cast<int32_t>(experts) ? places[expert]
-                                                               : kMaxServers << 16;
+  return expert >= 0 && expert < static_cast<int32_t>(experts) ? places[expert] : kMaxServers << 16;
 }
 
 // Bit z: one of the experts that the lanes have is on server z.
