@@ -5,10 +5,16 @@
 Measured on one host with H200s on 2026-11-29: DeepGEMM FP8 kernels, the one-sided exchange between
 two processes, and vLLM 0.32.0 serving MiniMax-M2.7's dimensions with fewer layers on two GPUs
 (tensor-parallel attention, expert-parallel experts). The H200's GEMM and HBM efficiencies and the
-exchange floor come from the first two, so only the engine runs are predictions.
+exchange floor come from the first two, so only the engine runs are predictions. Those ran on
+vLLM's dummy weights, with which a router that has a bias sends every token to the same experts;
+whether theirs had one was not recorded.
+
+`layer` rows are what `vllm-expertplex profile` measured on 2026-11-30, with all experts on one GPU
+and even routing.
 """
 
 import argparse
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,8 +28,10 @@ from vllm_expertplex.planner.kernels import DECODE, PREFILL, Roofline
 from vllm_expertplex.planner.latency import Latency
 from vllm_expertplex.planner.model_configs import load_model
 from vllm_expertplex.planner.models import ModelSpec
+from vllm_expertplex.planner.profile import ProfiledKernels, read_profile
 from vllm_expertplex.planner.routing import MoeLoad, Routing, lognormal_popularity
 
+PROFILE = Path(__file__).parent / "results" / "profile-minimax-m2.7-h200.json"
 PLAIN = Assumptions(  # DeepGEMM, not APK; random weights route evenly; kernels alone have no host
     apk_prefill_overhead=0.0, apk_decode_overhead=0.0, routing_sigma=0.0
 )
@@ -58,6 +66,30 @@ def exchange(rows: list[Row]) -> None:
         ours = latency.network.exchange(count, count, np.array([1.0]), np.array([1]), False)
         what = f"exchange: {tokens} tokens, one server"
         rows.append(Row(what, "us", float(ours[0]) * 1e6, measured, "measured", None))
+
+
+def layer(rows: list[Row]) -> None:
+    """Attention and MoE operation of one layer, microseconds, against the measured profile."""
+    model = load_model("minimax-m2.7")
+    modelled = Roofline(model, GPUS["h200"], Assumptions(routing_sigma=0.0))
+    measured = ProfiledKernels(read_profile(str(PROFILE)), model, modelled)
+    routing = build(model).routing
+    for phase, tile in ((DECODE, 64), (PREFILL, 128)):
+        for tokens in (16, 64, 256) if phase == DECODE else (512, 2048, 8192):
+            load = routing.load(np.array([1]), np.array([tokens]), tile)
+            times = (float(k.routed_experts(phase, load, 1.0)[0]) for k in (modelled, measured))
+            add_layer(rows, f"experts, {phase} of {tokens} tokens", model, *times)
+    for batch, length in ((16, 512), (64, 2048), (256, 2048)):
+        times = (float(k.decode_attention(batch, length, 1)) for k in (modelled, measured))
+        add_layer(rows, f"attention, decode of {batch} at {length}", model, *times)
+    for count, length in ((1, 512), (4, 2048), (1, 8192)):
+        times = (float(k.prefill_attention(count, length, 1)) for k in (modelled, measured))
+        add_layer(rows, f"attention, prefill of {count} x {length}", model, *times)
+
+
+def add_layer(rows: list[Row], what: str, model: ModelSpec, ours: float, peer: float) -> None:
+    scale = 1e6 / model.layers
+    rows.append(Row(f"layer: {what}", "us", ours * scale, peer * scale, "measured", None))
 
 
 def engine(rows: list[Row]) -> None:
@@ -105,12 +137,13 @@ def main() -> None:
     rows: list[Row] = []
     kernels(rows)
     exchange(rows)
+    layer(rows)
     engine(rows)
     table = Table(title="Latency model (modelled) against H200 measurements")
     for name in ("what", "unit", "modelled", "measured", "ratio", "measurement was used"):
         table.add_column(name, justify="left" if name == "what" else "right")
     for row in rows:
-        used = "no" if row.name.startswith("engine") else "yes, for efficiencies or floors"
+        used = "no" if row.name.startswith(("engine", "layer")) else "for efficiencies or floors"
         table.add_row(
             row.name, row.unit, f"{row.ours:.1f}", f"{row.peer:.1f}", f"{row.ratio:.2f}", used
         )

@@ -37,6 +37,16 @@ def test_a_search_without_an_end_stops(answer: float, expected: float) -> None:
     assert found == expected
 
 
+@given(st.integers(1, 6))
+def test_a_search_tries_no_more_rates_than_allowed(most: int) -> None:
+    def system(rate: float) -> Attainment:
+        return Attainment(1, 1, 1.0 if rate <= 20 else 0.0)
+
+    found, probes = search.goodput(system, 7.0, most=most)
+    assert len(probes) == most
+    assert found == max((p.rate for p in probes if p.rate <= 20), default=0)
+
+
 def test_failures_and_either_target_count_against_a_system() -> None:
     requests = [
         Request(True, 0.5, 0.05),
