@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import msgspec
 
 from vllm_expertplex.asyncep.flops import Flops
-from vllm_expertplex.asyncep.prefixes import Key, PrefixIndex
+from vllm_expertplex.client.prefixes import Key, PrefixIndex
 
 _RATE_WINDOW_S = 1.0
 _BATCHES_AHEAD = 2  # one running, one ready behind it
