@@ -51,7 +51,8 @@ class CudaChannel:
         self._context = check(cu.cuCtxGetCurrent(), "finding the CUDA context")
         attributes = cu.CUmemcpyAttributes()
         attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        # A copy within one GPU would otherwise be done by its SMs.
+        # A hint only: copies within one GPU slow its kernels down with and without it
+        # (benchmarks/asyncep_copy.py); those between GPUs do not.
         flags = cu.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
         attributes.flags = int(flags)
         self._attributes = [attributes]
