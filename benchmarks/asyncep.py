@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -127,18 +127,27 @@ def served(
                 console.log(f"{name}: ready after {server.start_s:.0f} s")
             except servers.ServerError as error:
                 console.print(f"{name}: cannot serve here ({str(error)[-300:]})")
-        asyncio.run(warm([server.port for server in running.values()], args))
-        yield running
+        failed = asyncio.run(warm({n: server.port for n, server in running.items()}, args))
+        yield {name: server for name, server in running.items() if name not in failed}
         with ThreadPoolExecutor() as pool, suppress(servers.ServerError):
             list(pool.map(lambda server: server.stop(), running.values()))
 
 
-async def warm(ports: Sequence[int], args: argparse.Namespace) -> None:
-    """Kernels are compiled for each size when they first see it."""
-    for length in args.lengths:
-        count = max(8, args.tokens // length)
-        prompts = [prompt(length, "none", i, length * 1_000) for i in range(count)]
-        await asyncio.gather(*(together(port, prompts) for port in ports))
+async def warm(ports: Mapping[str, int], args: argparse.Namespace) -> set[str]:
+    """Kernels are compiled for each size when they first see it. Returns modes that cannot serve
+    what will be asked, with a word why.
+    """
+
+    async def one(port: int) -> None:
+        for length in args.lengths:
+            count = max(8, args.tokens // length)
+            await together(port, [prompt(length, "none", i, length * 1_000) for i in range(count)])
+
+    ended = await asyncio.gather(*(one(port) for port in ports.values()), return_exceptions=True)
+    failed = {name: error for name, error in zip(ports, ended, strict=True) if error is not None}
+    for name, error in failed.items():
+        console.print(f"{name}: cannot serve this ({error!r})")
+    return set(failed)
 
 
 def engines(server: servers.Server) -> list[dict[str, Any]]:
