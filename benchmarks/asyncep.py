@@ -14,6 +14,7 @@ makes a model of real layers, as many as there is room for, to serve with --load
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -72,10 +73,12 @@ def prompt(length: int, prefixes: str, index: int, salt: int) -> list[int]:
     """`length` tokens. shared: eight prefixes in turn; skewed: most prompts have the same one."""
     groups = {"none": index, "shared": index % 8, "skewed": 0 if index % 8 else index}
     head = int(length * SHARE) if prefixes != "none" else 0
-    group = groups[prefixes] + salt
-    shared = [10 + (group * 7919 + i * 31) % 3000 for i in range(head)]
-    own = [10 + ((index + salt) * 104729 + i * 17) % 3000 for i in range(length - head)]
-    return shared + own
+    return [*_drawn(head, groups[prefixes], salt), *_drawn(length - head, index, salt + 1)]
+
+
+def _drawn(length: int, *seed: int) -> list[int]:
+    """Tokens that no other seed gives: nothing may be found in a prefix cache by accident."""
+    return random.Random(str(seed)).choices(range(10, 3010), k=length)
 
 
 async def answer(http: httpx.AsyncClient, tokens: list[int]) -> float:
