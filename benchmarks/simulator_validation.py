@@ -8,7 +8,7 @@
 2. Simulation: arrivals and lengths are drawn, and simulated on those times.
 3. Judgement: the same arrivals and lengths are sent, open loop. No constant is taken from here.
 
-The rates default to 0.3, 0.6 and 0.85 of what the simulation says the deployment sustains.
+The rates default to 0.25, 0.5 and 0.75 of what the simulation says the deployment sustains.
 """
 
 import argparse
@@ -127,16 +127,19 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
         fit(prefill, ("1", "x", "x s")), fit(decode, ("1", "x", "x s"), hold_out=5)
     )
     half = longest // 2
-    slow_d, slow_p = [], []
+    lone = await handoff(client, half)
+    bar.advance(task)
+    slow_d, slow_p, waits = [], [], []
     for streams in BESIDE:
-        gaps, first = await together(client, streams, half)
+        gaps, first, joined = await together(client, streams, half, longest)
+        # On average it meets an iteration half done, which is no part of the handoff.
+        waits.append((joined - lone) / gaps - 1.5)
         alone_d = plain.decode(streams, streams, half + TOKENS / 2, 1.0).total
-        alone_p = plain.prefill(NOTHING.plus(0, half), half, 1.0).total
+        alone_p = plain.prefill(NOTHING.plus(0, longest), longest, 1.0).total
         slow_d.append((float(streams), max(1.0, gaps / alone_d)))
         slow_p.append((float(streams), max(1.0, first / alone_p)))
         bar.advance(task)
-    lone, iterations = await handoffs(client, half)
-    bar.advance(task)
+    iterations = max(0.0, float(np.mean(waits)))
     steps = msgspec.structs.replace(
         plain, beside_prefill=tuple(slow_d), beside_decode=tuple(slow_p),
         handoff_s=lone, handoff_iterations=iterations,
@@ -154,8 +157,11 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
     )
 
 
-async def together(client: Client, streams: int, length: int) -> tuple[float, float]:
-    """Means of decode gaps and of TTFT while `streams` decode and prompts follow each other.
+async def together(
+    client: Client, streams: int, length: int, longest: int
+) -> tuple[float, float, float]:
+    """Means, while `streams` of `length` decode and prompts of `longest` follow each other: decode
+    gaps, TTFT of prompts, and from there to their second token.
 
     Prefill is never idle, and each prompt is handed to decode, as in traffic.
     """
@@ -164,9 +170,9 @@ async def together(client: Client, streams: int, length: int) -> tuple[float, fl
     prompts = []
     while not any(t.done() for t in running):
         answered = asyncio.Event()
-        prompts.append(asyncio.create_task(client.complete(length, 2, answered)))
+        prompts.append(asyncio.create_task(client.complete(longest, 2, answered)))
         await asyncio.wait_for(answered.wait(), TIMEOUT.total)
-    first = [reply.first for reply in await asyncio.gather(*prompts)]
+    served = await asyncio.gather(*prompts)
     replies = await asyncio.gather(*running)
     # From when all of them decode until the first has finished.
     begin = max(r.first for r in replies)
@@ -177,26 +183,19 @@ async def together(client: Client, streams: int, length: int) -> tuple[float, fl
         for g, at in zip(r.gaps, r.first + np.cumsum(r.gaps), strict=True)
         if begin < at - g and at <= end
     ]
-    # The first prompts queued behind those of the streams.
-    return float(np.mean(gaps)), float(np.mean(first[2:-1]))
+    served = served[2:-1]  # the first ones queued behind the prompts of the streams
+    first, joined = [r.first for r in served], [r.gaps[0] for r in served]
+    return float(np.mean(gaps)), float(np.mean(first)), float(np.mean(joined))
 
 
-async def handoffs(client: Client, length: int) -> tuple[float, float]:
-    """Seconds to a decode server that stands still; what one that runs adds, in iterations."""
+async def handoff(client: Client, length: int) -> float:
+    """Seconds from a prefill's end to the first iteration of a decode server that stands still."""
     lone = []
     for _ in range(8):
         await asyncio.sleep(PAUSE_S)
         reply = await client.complete(length, 12)
         lone.append(reply.gaps[0] - float(np.mean(reply.gaps[1:])))
-    seconds = max(0.0, float(np.median(lone)))
-    other = asyncio.create_task(client.complete(length, 2 * TOKENS))
-    busy = []
-    while not other.done():
-        reply = await client.complete(length, 12)
-        iteration = float(np.mean(reply.gaps[1:]))
-        # On average it meets an iteration half done, which is no part of the handoff.
-        busy.append((reply.gaps[0] - seconds) / iteration - 1.5)
-    return seconds, max(0.0, float(np.mean(busy[:-1])))
+    return max(0.0, float(np.median(lone)))
 
 
 async def send(client: Client, requests: Requests, bar: Progress) -> Requests:
@@ -251,7 +250,7 @@ async def validate(args: argparse.Namespace) -> list[Row]:
             options={"plan": plan, "steps": calibration.steps},
         )  # fmt: skip
         rates = [float(r) for r in args.rates.split(",") if r]
-        rates = rates or [round(sustained(case) * part, 3) for part in (0.3, 0.6, 0.85)]
+        rates = rates or [round(sustained(case) * part, 3) for part in (0.25, 0.5, 0.75)]
         table = Table(title="Simulated against measured (ms)")
         for name in ("req/s", "what", "simulated", "measured", "ratio", f"within {WITHIN:.0%}"):
             table.add_column(name, justify="right")
