@@ -137,6 +137,7 @@ VALUES = {
     "--worker-cls": "some.Worker",
     "--scheduler-cls": "some.Scheduler",
     "--kv-transfer-config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
+    "--kv-events-config": '{"enable_kv_cache_events": true}',
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 2}',
     "--runner": "pooling",
     "--load-format": "tensorizer",
