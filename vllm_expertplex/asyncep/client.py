@@ -20,7 +20,7 @@ from vllm_expertplex.asyncep.deployment import AsyncEPDeployment
 from vllm_expertplex.asyncep.frontend import Frontend, NoEngineLeft
 from vllm_expertplex.client.engines import EnginesClient
 from vllm_expertplex.client.failures import Failures
-from vllm_expertplex.client.kv_events import KVEventListener, keys_of
+from vllm_expertplex.client.kv_events import KVEventListener, endpoint, keys_of
 from vllm_expertplex.client.prefixes import PrefixIndex
 
 logger = init_logger(__name__)
@@ -51,7 +51,7 @@ class AsyncEPClient(EnginesClient):
             deployment.step_flops,
         )
         self._listeners = [
-            KVEventListener(index, deployment.kv_events(server), self.index)
+            KVEventListener(index, endpoint(deployment.run_dir, server), self.index)
             for index, server in enumerate(deployment.servers)
             if config.frontend and deployment.reuses_prefixes
         ]

@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 
-from vllm.config import CUDAGraphMode, KVEventsConfig, VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -19,6 +19,7 @@ from vllm_expertplex.asyncep.flops import Flops
 from vllm_expertplex.asyncep.kv_free import blocks_needed
 from vllm_expertplex.asyncep.speed import Speed
 from vllm_expertplex.asyncep.threshold import Threshold
+from vllm_expertplex.client import kv_events
 from vllm_expertplex.config import run_dir
 from vllm_expertplex.layout import Server
 from vllm_expertplex.planner.model_configs import from_config
@@ -70,14 +71,8 @@ class AsyncEPDeployment:
                 scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size
             )
         if config.cache_config.enable_prefix_caching:
-            config.kv_events_config = KVEventsConfig(
-                enable_kv_cache_events=True, endpoint=self.kv_events(server)
-            )
+            config.kv_events_config = kv_events.publishing(self.run_dir, server)
         return config
-
-    def kv_events(self, server: Server) -> str:
-        """Where an engine says which blocks its KV cache holds."""
-        return f"ipc://{self.run_dir}/kv-{server.name}"
 
     def start(self, make_engine: Callable[[VllmConfig, int], AsyncMPClient]) -> None:
         """Start all engines at once. Raises DeploymentError naming the engine and its reason."""

@@ -14,7 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_expertplex.client.engines import EnginesClient, Event
-from vllm_expertplex.client.kv_events import KVEventListener
+from vllm_expertplex.client.kv_events import KVEventListener, endpoint
 from vllm_expertplex.client.prefixes import PrefixIndex
 from vllm_expertplex.client.requests import Abort, Action, RequestTable
 from vllm_expertplex.client.router import NoServerLeft
@@ -32,7 +32,7 @@ class ExpertPlexClient(EnginesClient):
         servers = deployment.layout.attention_servers
         prefixes = PrefixIndex(range(len(servers)), deployment.block_size)
         self._listeners = [
-            KVEventListener(index, deployment.kv_events(server), prefixes)
+            KVEventListener(index, endpoint(deployment.run_dir, server), prefixes)
             for index, server in enumerate(servers)
             if deployment.says_what_it_caches(server)
         ]

@@ -5,17 +5,30 @@ becomes of a request.
 """
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.logger import init_logger
 
 from vllm_expertplex.client.prefixes import Key, PrefixIndex
+from vllm_expertplex.layout import Server
 
 logger = init_logger(__name__)
+
+
+def endpoint(run_dir: Path, server: Server) -> str:
+    """Where an engine says which blocks its KV cache holds."""
+    return f"ipc://{run_dir}/kv-{server.name}"
+
+
+def publishing(run_dir: Path, server: Server) -> KVEventsConfig:
+    """What makes an engine say so."""
+    return KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint(run_dir, server))
 
 
 class KVEventListener:

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from multiprocessing.connection import wait as wait_for_sentinels
 from typing import Any
 
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from vllm_expertplex.client import kv_events
 from vllm_expertplex.comm.shm import Board, Slot, board_path, slot_path
 from vllm_expertplex.config import ServerSettings, run_dir
 from vllm_expertplex.layout import DECODE, PREFILL, Layout, Server
@@ -57,9 +58,7 @@ class Deployment:
         self.configs = [_role_config(vllm_config, settings, s) for s in self._attention]
         for server, config in zip(self._attention, self.configs, strict=True):
             if self.says_what_it_caches(server):
-                config.kv_events_config = KVEventsConfig(
-                    enable_kv_cache_events=True, endpoint=self.kv_events(server)
-                )
+                config.kv_events_config = kv_events.publishing(self.run_dir, server)
         if not current_platform.is_cpu():
             gpu.prepare(self.run_dir, self.config, self._attention, self.configs)
         _check_experts(vllm_config, self.layout)
@@ -176,10 +175,6 @@ class Deployment:
                     f"{moe.name} has shown no progress for {age:.1f} s "
                     f"(heartbeat_timeout_s = {self.config.heartbeat_timeout_s:g})"
                 )
-
-    def kv_events(self, server: Server) -> str:
-        """Where a prefill server says which blocks its KV cache holds."""
-        return f"ipc://{self.run_dir}/kv-{server.name}"
 
     def says_what_it_caches(self, server: Server) -> bool:
         """Whether it matters which prefill server a prompt goes to."""
