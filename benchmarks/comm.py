@@ -21,10 +21,11 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from apk.common import report, row
+from apk.common import replay_us, report, row
 
 from vllm_expertplex.comm.peer import SlotLayout
 from vllm_expertplex.comm.peer_transport import PeerTransport
+from vllm_expertplex.cuda.graph import captured
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL, ExpertMap, Layout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu" / "echo"))
@@ -79,24 +80,13 @@ def decode_layer_us(end: PeerTransport, tokens: int) -> float:
         end.dispatch(x, w, ids, n, PHASE_DECODE)
         end.combine(tokens, torch.bfloat16)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        layer(0)
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
+    def step() -> None:
         for n in range(LAYERS):
             layer(n)
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / LAYERS)
+
+    us = replay_us(captured(step, lambda: layer(0)), REPLAYS)
     end.check()
-    return statistics.median(times)
+    return us / LAYERS
 
 
 def connect(scratch: Path, fp8: bool) -> tuple[EchoServers, PeerTransport]:

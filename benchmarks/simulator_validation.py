@@ -129,13 +129,13 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
     half = longest // 2
     lone = await handoff(client, half)
     bar.advance(task)
+    alone_p = plain.prefill(NOTHING.plus(0, longest), longest, 1.0).total
     slow_d, slow_p, waits = [], [], []
     for streams in BESIDE:
         gaps, first, joined = await together(client, streams, half, longest)
         # On average it meets an iteration half done, which is no part of the handoff.
         waits.append((joined - lone) / gaps - 1.5)
         alone_d = plain.decode(streams, streams, half + TOKENS / 2, 1.0).total
-        alone_p = plain.prefill(NOTHING.plus(0, longest), longest, 1.0).total
         slow_d.append((float(streams), max(1.0, gaps / alone_d)))
         slow_p.append((float(streams), max(1.0, first / alone_p)))
         bar.advance(task)

@@ -16,6 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vllm_expertplex.cuda.graph import captured_times
+
 HBM_TBPS, FP8_TFLOPS = 4.3, 1580.0  # measured on an H200: device copy, large FP8 product
 MODELS = {"GLM-5.1": (6144, 2048), "M2.7": (3072, 1536)}  # hidden, intermediate
 
@@ -61,15 +63,13 @@ def gemm_error(
 
 def graph_us(work: Callable[[], None], repeats: int = 10, replays: int = 7) -> float:
     """Median microseconds of one call, from CUDA graphs holding `repeats` calls."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        work()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for _ in range(repeats):
-            work()
+    graph = captured_times(work, repeats)
     graph.replay()
+    return replay_us(graph, replays) / repeats
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Median microseconds of a graph."""
     times = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -77,7 +77,7 @@ def graph_us(work: Callable[[], None], repeats: int = 10, replays: int = 7) -> f
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / repeats)
+        times.append(start.elapsed_time(end) * 1e3)
     return statistics.median(times)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_expertplex.cuda.graph import captured_times
 from vllm_expertplex.moe_server.apk import structs
 from vllm_expertplex.moe_server.apk.buffers import LayerWeights, OperationTemplate
 from vllm_expertplex.moe_server.apk.jit import KernelShape
@@ -206,12 +207,4 @@ def _events_s(work: Callable[[], object]) -> float:
 
 def _graph_s(work: Callable[[], Any]) -> float:
     """Median seconds of one call in a CUDA graph of several."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        work()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for _ in range(_REPLAYS):
-            work()
-    return _events_s(graph.replay) / _REPLAYS
+    return _events_s(captured_times(work, _REPLAYS).replay) / _REPLAYS
