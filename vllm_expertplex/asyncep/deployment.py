@@ -17,6 +17,7 @@ from vllm_expertplex.asyncep.board import Board
 from vllm_expertplex.asyncep.config import AsyncEPSettings
 from vllm_expertplex.asyncep.flops import Flops
 from vllm_expertplex.asyncep.kv_free import blocks_needed
+from vllm_expertplex.asyncep.loader import DUMMY_LOAD_FORMAT
 from vllm_expertplex.asyncep.speed import Speed
 from vllm_expertplex.asyncep.threshold import Threshold
 from vllm_expertplex.client import kv_events
@@ -26,6 +27,7 @@ from vllm_expertplex.planner.model_configs import from_config
 from vllm_expertplex.serve import forkserver
 from vllm_expertplex.serve.cleanup import kill_all
 from vllm_expertplex.serve.engines import DeploymentError, handshake, routed_experts, start_engines
+from vllm_expertplex.serve.options import DUMMY
 from vllm_expertplex.serve.placement import Place, visible_gpus, write_places
 from vllm_expertplex.serve.records import ServerRecord
 
@@ -46,6 +48,8 @@ class AsyncEPDeployment:
         if not current_platform.is_cpu():
             gpus = visible_gpus(current_platform.device_count())
             write_places(self.run_dir, place(self.servers, gpus))
+            if len(gpus) == 1 and self.config.gpus > 1:
+                _share(vllm_config, self.config.gpus)
         text = vllm_config.model_config.hf_text_config.to_dict()
         self.model = from_config(text, vllm_config.model_config.model)
         self.flops = Flops(self.model)
@@ -65,6 +69,8 @@ class AsyncEPDeployment:
         # Steps of thousands of tokens gain nothing from graphs, and layers wait for events that no
         # graph knows.
         config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        if self.config.offload_layers and config.load_config.load_format == DUMMY:
+            config.load_config.load_format = DUMMY_LOAD_FORMAT
         if self.config.kv_free:
             scheduler, cache = config.scheduler_config, config.cache_config
             cache.num_gpu_blocks_override = blocks_needed(
@@ -150,10 +156,29 @@ def _check_experts(vllm_config: VllmConfig, gpus: int) -> None:
 
 
 def place(servers: Sequence[Server], gpus: Sequence[str]) -> dict[str, Place]:
-    """Server name -> a GPU of its own. Raises DeploymentError where there are too few."""
+    """Server name -> a GPU of its own, or the only one there is. Raises DeploymentError where
+    there are several, but too few.
+    """
+    if len(gpus) == 1:
+        return {server.name: Place(gpus[0], len(servers)) for server in servers}
     if len(gpus) < len(servers):
         raise DeploymentError(
             f"--asyncep-gpus {len(servers)} needs as many GPUs, {len(gpus)} are visible; use fewer "
             "engines, with offload_layers in --asyncep-config if they are too small"
         )
     return {server.name: Place(gpu) for server, gpu in zip(servers, gpus, strict=False)}
+
+
+def _share(config: VllmConfig, engines: int) -> None:
+    """Several engines on the only GPU, to develop and test. Raises DeploymentError unless the KV
+    cache has a size: an engine that measured free memory would count what others take meanwhile.
+    """
+    if not config.cache_config.kv_cache_memory_bytes:
+        raise DeploymentError(
+            f"{engines} engines would share the one GPU that is visible: say how large each one's "
+            "KV cache is with --kv-cache-memory-bytes, or use --asyncep-gpus 1"
+        )
+    config.cache_config.gpu_memory_utilization /= engines
+    logger.warning(
+        "AsyncEP: %d engines take turns on one GPU: good for development, slower than one", engines
+    )

@@ -78,7 +78,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
+        "v_head_dim": 128,  # with 64, vLLM's kernels for GPUs do not take these heads
         "intermediate_size": 512,
         "moe_intermediate_size": 128,
         "n_routed_experts": 16,
@@ -92,6 +92,36 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
+    },
+}
+
+# The same, of attention that vLLM runs on GPUs only.
+GPU_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    # GLM-5.1: MLA over the tokens that an indexer chooses, with its real head sizes.
+    "glm-moe-dsa": {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
 }
 
@@ -127,11 +157,10 @@ def tiny_model(architecture: str, dtype: torch.dtype, seed: int = 0) -> Any:
     The fp32 values are drawn first and then rounded, so both dtypes of a seed are the same model.
     Raises ValueError on an unknown architecture.
     """
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture {architecture!r}: use one of {list(ARCHITECTURES)}")
-    config = AutoConfig.for_model(
-        architecture.replace("-", "_"), **_COMMON, **ARCHITECTURES[architecture]
-    )
+    known = ARCHITECTURES | GPU_ARCHITECTURES
+    if architecture not in known:
+        raise ValueError(f"unknown architecture {architecture!r}: use one of {list(known)}")
+    config = AutoConfig.for_model(architecture.replace("-", "_"), **_COMMON | known[architecture])
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     weights = {
@@ -149,7 +178,7 @@ def tiny_model(architecture: str, dtype: torch.dtype, seed: int = 0) -> Any:
 def make_tiny(out: Path, architecture: str, dtype: str = "bf16", seed: int = 0) -> None:
     """Write a tiny checkpoint (safetensors, config, tokenizer, chat template) to the folder `out`.
 
-    `architecture` is a key of `ARCHITECTURES`, `dtype` a key of `DTYPES`.
+    `architecture` is a key of `ARCHITECTURES` or `GPU_ARCHITECTURES`, `dtype` a key of `DTYPES`.
     """
     tiny_model(architecture, DTYPES[dtype], seed).save_pretrained(out)
     train_tokenizer().save_pretrained(out)

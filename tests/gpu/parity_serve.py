@@ -1,0 +1,201 @@
+"""How near `--executor expertplex` on GPUs comes to exact answers, beside plain vLLM.
+
+    python tests/gpu/parity_serve.py [MODEL ...] [--logs FOLDER] [--json FILE]
+
+Two kernels that round differently choose different tokens wherever two are nearly equal, and then
+texts part. So each server's own tokens are judged: how far are the log-probabilities it reports
+from those of the same model in fp32? Plain vLLM's error is the noise floor, and so is how far it is
+from itself when the same prompts are batched differently. All servers start side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from e2e.models import baseline, checkpoint
+from e2e.server import Server, interrupt_on_sigterm, serve, start
+
+MODELS = ("minimax-m2", "minimax-m2-fp8", "qwen3-moe", "deepseek-v3", "glm-moe-dsa")
+PROMPTS = (
+    "Hello there, how",
+    "def fibonacci(n):",
+    "The quick brown fox",
+    "In the year 2031, the",
+    "import numpy as np\n",
+    "Once upon a time in a small",
+    "SELECT * FROM users WHERE",
+    "a b c d e f g " * 90,  # several chunks of prefill
+)
+TOKENS = 16
+START_DEADLINE_S = 240.0
+# Decode replays whole steps, remote layers included.
+GRAPHS = (
+    "--no-enforce-eager",
+    "--compilation-config",
+    '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}',
+)
+# Small enough for all of them on one GPU. Ours is divided between the servers of a GPU.
+OURS = ("--gpu-memory-utilization", "0.15")
+PLAIN = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1000000000")
+
+
+class Answer(NamedTuple):
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Answers(NamedTuple):
+    """Of the same prompts, one after the other, and all at once."""
+
+    alone: list[Answer]
+    together: list[Answer]
+
+    @property
+    def all(self) -> list[Answer]:
+        return self.alone + self.together
+
+
+class Parity(NamedTuple):
+    """Distances in nats, medians over tokens. `apart`: ours from plain's, and plain's from itself
+    in other batches, for as long as texts are the same. `stable`: prompts that plain vLLM answers
+    alike in every batch, of PROMPTS; `same`: those of them that we answer alike, too.
+    """
+
+    model: str
+    tokens: int
+    plain: float
+    ours: float
+    apart: float
+    floor: float
+    stable: int
+    same: int
+    start_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model}: from fp32, plain {self.plain:.4f}, ours {self.ours:.4f} nats; apart "
+            f"{self.apart:.4f}, plain from itself {self.floor:.4f}; of {self.stable} prompts that "
+            f"plain answers alike in every batch, ours are the same for {self.same}; started in "
+            f"{self.start_s:.0f} s"
+        )
+
+
+def ask(server: Server, prompt: list[int]) -> Answer:
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 0}
+    response = server.post("/v1/completions", {**body, "return_token_ids": True})
+    assert response.is_success, response.text
+    choice = response.json()["choices"][0]
+    return Answer(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+
+def ask_all(server: Server, prompts: Sequence[list[int]]) -> Answers:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        alone = [ask(server, p) for p in prompts]
+        return Answers(alone, list(pool.map(lambda p: ask(server, p), prompts)))
+
+
+def errors(answers: Sequence[Answer], reference: torch.nn.Module) -> list[float]:
+    """Distances of the reported log-probabilities from the reference's, in nats."""
+    differences = []
+    for prompt, tokens, logprobs in answers:
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens])).logits[0]
+        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        for row, token, logprob in zip(expected, tokens, logprobs, strict=True):
+            differences.append(abs(float(row[token]) - logprob))
+    return differences
+
+
+def apart(one: Sequence[Answer], other: Sequence[Answer]) -> float:
+    """Median distance of two servers' log-probabilities, as long as their texts are the same."""
+    differences = []
+    for a, b in zip(one, other, strict=True):
+        for s, t, x, y in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=True):
+            if s != t:
+                break
+            differences.append(abs(x - y))
+    return statistics.median(differences) if differences else float("nan")
+
+
+def measure(model: str, logs: Path) -> Parity:
+    """Serve the model plainly and with one server of each kind, and compare their answers."""
+    path = checkpoint(model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = [tokenizer(p).input_ids for p in PROMPTS]
+    with (
+        start(path, logs / f"{model}-plain.log", options=(*GRAPHS, *PLAIN)) as server,
+        serve(
+            path,
+            logs / f"{model}-ours.log",
+            layout="1P1D1E",
+            options=(*GRAPHS, *OURS),
+            start_deadline_s=START_DEADLINE_S,
+        ) as our_server,
+    ):
+        server.wait_healthy(START_DEADLINE_S)
+        plain, ours = ask_all(server, prompts), ask_all(our_server, prompts)
+        start_s = our_server.start_s
+    reference = AutoModelForCausalLM.from_pretrained(baseline(model), dtype=torch.float32).eval()
+    exact = [errors(answers.all, reference) for answers in (plain, ours)]
+    triples = list(zip(plain.alone, plain.together, ours.alone, strict=True))
+    stable = [(p, o) for p, again, o in triples if p.tokens == again.tokens]
+    return Parity(
+        model,
+        len(exact[1]),
+        *(statistics.median(differences) for differences in exact),
+        apart(plain.all, ours.all),
+        apart(plain.alone, plain.together),
+        len(stable),
+        sum(p.tokens == o.tokens for p, o in stable),
+        start_s,
+    )
+
+
+def main() -> None:
+    from _report import Row, write
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    interrupt_on_sigterm()
+    rows: list[Row] = []
+
+    def one(model: str, logs: Path) -> None:
+        try:
+            found = measure(model, logs)
+        except Exception as error:
+            print(f"{model}: FAILED: {str(error)[-2000:]}", flush=True)
+            return
+        print(found, flush=True)
+        name = f"{model}: median distance"
+        for row in (
+            Row(f"{name} from fp32", "nats", found.ours, found.plain, "plain vLLM", None),
+            Row(f"{name} from plain vLLM", "nats", found.apart, found.floor, "from itself", None),
+            Row(f"{model}: prompts", "same text", found.same, found.stable, "stable", None),
+        ):
+            rows.append(row)
+        write("gpu_parity", rows, args.json)
+
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(args.models)) as pool:
+        list(pool.map(lambda model: one(model, args.logs or Path(scratch)), args.models))
+
+
+if __name__ == "__main__":
+    main()
