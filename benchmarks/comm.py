@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from apk.common import replay_us, report, row
 
-from vllm_expertplex.comm.peer import SlotLayout
+from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
 from vllm_expertplex.comm.peer_transport import PeerTransport
 from vllm_expertplex.cuda.graph import captured
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL, ExpertMap, Layout
@@ -94,7 +94,7 @@ def connect(scratch: Path, fp8: bool) -> tuple[EchoServers, PeerTransport]:
     slot = SlotLayout(TOKENS, HIDDEN, TOPK, fp8)
     echo = EchoServers(scratch, str(layout), [slot, slot], device=1, ctas=60)
     ends = [
-        PeerTransport(scratch, me, layout, slot, ExpertMap.contiguous(EXPERTS, 1), 10)
+        PeerTransport(scratch, SlotOwner(me), layout, slot, ExpertMap.contiguous(EXPERTS, 1), 10)
         for me in layout.attention_servers
     ]
     ends[0].connect(60)

@@ -38,6 +38,9 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """OpenMP threads of an attention server on CPU; 0 takes a fair share of the cores."""
     prefill_sm_percent: Annotated[int, msgspec.Meta(ge=1, le=100)] = 60
     """Share of a GPU's SMs that a prefill server may use where it shares the GPU."""
+    tbo_tokens: NonNegative = 0
+    """Prefill steps of at least so many tokens run as two microbatches, one's attention while the
+    MoE servers have the other (two-batch overlap); 0: none. On GPUs only."""
     moe_timeout_s: Positive = 60.0
     """Deadline of one remote MoE layer; passing it fails the attention server that waited."""
     spin_us: Annotated[int, msgspec.Meta(ge=-1)] = -1

@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 from vllm_expertplex._comm import Shape
-from vllm_expertplex.comm.peer import SlotLayout
+from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
 from vllm_expertplex.config import ExpertPlexConfig
-from vllm_expertplex.layout import ExpertMap, Layout
+from vllm_expertplex.layout import PREFILL, ExpertMap, Layout
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
 
 # A process that spins while another needs its core makes both slower, so it only pays when every
@@ -40,6 +40,15 @@ def gpu_slot(vllm_config: Any) -> SlotLayout:
         experts_per_token(model_config.hf_text_config),
         quant_scheme(vllm_config) is QuantScheme.FP8_BLOCK,
     )
+
+
+def slot_owners(config: ExpertPlexConfig) -> list[SlotOwner]:
+    """Whose the slots of a MoE server's GPU are, in their order: one per attention server, and a
+    second one for prefill servers whose steps run as two microbatches.
+    """
+    layout = config.parsed_layout
+    second = [s for s in layout.attention_servers if s.role == PREFILL and config.tbo_tokens]
+    return [*(SlotOwner(s) for s in layout.attention_servers), *(SlotOwner(s, 1) for s in second)]
 
 
 def expert_map(vllm_config: Any, layout: Layout) -> ExpertMap:

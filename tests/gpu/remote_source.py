@@ -15,6 +15,7 @@ from vllm_expertplex.comm.peer import (
     DONE_STRIDE,
     DoneRecord,
     Ready,
+    SlotOwner,
     SlotsRecord,
     await_record,
     publish,
@@ -25,7 +26,7 @@ from vllm_expertplex.layout import Server
 
 
 def main() -> None:
-    run_dir, me = Path(sys.argv[1]), Server("prefill", 0)
+    run_dir, me = Path(sys.argv[1]), SlotOwner(Server("prefill", 0))
     torch.zeros(1, device="cuda")  # makes the context
     done = DeviceMemory.allocate(DONE_STRIDE)
     publish(run_dir, DoneRecord(me, current_device_uuid(), 1, done.export()))

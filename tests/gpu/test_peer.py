@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_expertplex.comm.peer import SlotLayout
+from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
 from vllm_expertplex.comm.peer_transport import PeerTransport
 from vllm_expertplex.comm.shm import MoeServerLost
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL, ExpertMap, Layout, Server
@@ -40,7 +40,7 @@ class Pair:
         try:
             torch.cuda.set_device(0)
             ends = [
-                PeerTransport(run_dir, me, layout, slot, self.experts, timeout_s)
+                PeerTransport(run_dir, SlotOwner(me), layout, slot, self.experts, timeout_s)
                 for me in layout.attention_servers
             ]
             self.transport, self._other = ends

@@ -18,7 +18,7 @@ import torch
 from client import Clients, Source, expect, pack, resident
 from test_apk import BF16_LAYER_ERROR, FP8_LAYER_ERROR, random_ids
 
-from vllm_expertplex.comm.peer import SlotLayout
+from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
 from vllm_expertplex.layout import Server
 from vllm_expertplex.moe_server.apk import structs
 from vllm_expertplex.moe_server.apk.buffers import OperationTemplate
@@ -219,13 +219,14 @@ def test_a_killed_attention_server_costs_nobody_else(
     """The other process maps its slot and exports its done word; it dies with work in flight."""
     layers = [operands.random_layer(small.shape)]
     layout = SlotLayout(512, small.shape.hidden, small.shape.top_k, True)
-    slots = Slots(tmp_path, Server("moe", 0), [layout], small.shape, small.device)
+    owner = SlotOwner(Server("prefill", 0))
+    slots = Slots(tmp_path, Server("moe", 0), [owner], [layout], small.shape, small.device)
     expected = expect(small, layers, 64, 1)
     mine = Source(small.shape, 64, 1)
     script = Path(__file__).with_name("remote_source.py")
     child = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE)
     try:
-        remote = slots.connect([Server("prefill", 0)], 60.0)
+        remote = slots.connect(60.0)
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         clients.prepare([mine], [(64, 64)], expected, [2000])

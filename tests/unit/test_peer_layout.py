@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_expertplex.comm import peer
-from vllm_expertplex.comm.peer import DoneRecord, Ready, SlotLayout, SlotsRecord
+from vllm_expertplex.comm.peer import DoneRecord, Ready, SlotLayout, SlotOwner, SlotsRecord
 from vllm_expertplex.layout import Server
 
 layouts = st.builds(
@@ -68,17 +68,18 @@ def test_a_ready_word_holds_its_four_values(seq: int, phase: int, layer: int, to
 
 
 def slots_record() -> SlotsRecord:
-    return SlotsRecord(
-        Server("moe", 1), "GPU-1", [SlotLayout(64, 256, 4, False)], [bytes(range(64))]
-    )
+    owner, layout = SlotOwner(Server("prefill", 0)), SlotLayout(64, 256, 4, False)
+    return SlotsRecord(Server("moe", 1), "GPU-1", [owner], [layout], [bytes(range(64))])
 
 
 def test_records_come_back_as_they_were_published(tmp_path: Path) -> None:
-    slots, done = slots_record(), DoneRecord(Server("decode", 0), "GPU-0", 2, bytes(64))
-    peer.publish(tmp_path, slots)
-    peer.publish(tmp_path, done)
+    slots = slots_record()
+    halves = [SlotOwner(Server("prefill", 0)), SlotOwner(Server("prefill", 0), 1)]
+    done = [DoneRecord(owner, "GPU-0", 2, bytes([i] * 64)) for i, owner in enumerate(halves)]
+    for record in (slots, *done):
+        peer.publish(tmp_path, record)
     assert peer.await_record(tmp_path, SlotsRecord, slots.server, 0) == slots
-    assert peer.await_record(tmp_path, DoneRecord, done.server, 0) == done
+    assert [peer.await_record(tmp_path, DoneRecord, owner, 0) for owner in halves] == done
 
 
 def test_a_reader_waits_for_a_record(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 Owns: what lies where in a slot, the ready word, the done words' places, the records with IPC
 handles in the run directory. Must not know: kernels, models, CUDA.
 
-An attention server owns one *slot* on each MoE server, in the memory of that server's GPU: inputs
-pushed by the attention server, then one partial sum per token left there to be pulled. It owns
-one *done* word per MoE server in its own GPU's memory, where its waiting kernel polls cheaply.
+An attention server owns a *slot* on each MoE server, in the memory of that server's GPU (two, where
+its steps run as two microbatches): inputs pushed by the attention server, then one partial sum per
+token left there to be pulled. To each slot belongs a *done* word in the attention server's own GPU
+memory, where its waiting kernel polls cheaply.
 The kernels of both sides compute the same layout (`csrc/attention/slot.cuh`).
 """
 
@@ -107,34 +108,53 @@ class Ready(NamedTuple):
         )
 
 
+class SlotOwner(msgspec.Struct, frozen=True):
+    """Whose a slot is: an attention server, and which microbatch of its steps."""
+
+    server: Server
+    microbatch: int = 0
+
+    @property
+    def name(self) -> str:
+        """`prefill-0`, or `prefill-0.1`: its second microbatch."""
+        return f"{self.server.name}.{self.microbatch}" if self.microbatch else self.server.name
+
+
 class SlotsRecord(msgspec.Struct, frozen=True):
     """A MoE server's word: its slots are allocated and their ready words are zero.
 
-    Slot i of source s, a position in `Layout.attention_servers`, is at s * slots_per_source + i.
+    Slot i is that of `owners[i]`.
     """
 
     FILE: ClassVar[str] = "peer-slots"
 
     server: Server
     device: str  # GPU UUID
+    owners: list[SlotOwner]
     layouts: list[SlotLayout]
     handles: list[bytes]  # CUDA IPC, one allocation per slot
-    slots_per_source: int = 1
+
+    @property
+    def of(self) -> Server:
+        return self.server
 
 
 class DoneRecord(msgspec.Struct, frozen=True):
-    """An attention server's word: its done words are allocated and zero.
+    """An attention server's word: the done words of one of its slots are allocated and zero.
 
-    The word of slot i on MoE server z is at byte (z * slots_per_source + i) * DONE_STRIDE.
+    The word of MoE server z is at byte z * DONE_STRIDE.
     """
 
     FILE: ClassVar[str] = "peer-done"
 
-    server: Server
+    owner: SlotOwner
     device: str
     words: int
     handle: bytes
-    slots_per_source: int = 1
+
+    @property
+    def of(self) -> SlotOwner:
+        return self.owner
 
 
 Record = TypeVar("Record", SlotsRecord, DoneRecord)
@@ -142,15 +162,17 @@ Record = TypeVar("Record", SlotsRecord, DoneRecord)
 
 def publish(run_dir: Path, record: SlotsRecord | DoneRecord) -> None:
     """Write a record whole: a reader sees all of it or nothing."""
-    path = _path(run_dir, type(record), record.server)
+    path = _path(run_dir, type(record), record.of)
     partial = path.with_suffix(".partial")
     partial.write_bytes(msgspec.json.encode(record))
     partial.rename(path)
 
 
-def await_record(run_dir: Path, kind: type[Record], server: Server, timeout_s: float) -> Record:
-    """The record of `server`, once it is there. Raises TimeoutError naming both."""
-    path = _path(run_dir, kind, server)
+def await_record(
+    run_dir: Path, kind: type[Record], of: Server | SlotOwner, timeout_s: float
+) -> Record:
+    """The record of `of`, once it is there. Raises TimeoutError naming both."""
+    path = _path(run_dir, kind, of)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -158,11 +180,13 @@ def await_record(run_dir: Path, kind: type[Record], server: Server, timeout_s: f
         except FileNotFoundError:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"{server.name} has not published {path.name} within {timeout_s:g} s: it has "
+                    f"{of.name} has not published {path.name} within {timeout_s:g} s: it has "
                     "not come as far as allocating its GPU buffers; its own log says why"
                 ) from None
         time.sleep(0.01)
 
 
-def _path(run_dir: Path, kind: type[SlotsRecord] | type[DoneRecord], server: Server) -> Path:
-    return run_dir / f"{kind.FILE}-{server.name}.json"
+def _path(
+    run_dir: Path, kind: type[SlotsRecord] | type[DoneRecord], of: Server | SlotOwner
+) -> Path:
+    return run_dir / f"{kind.FILE}-{of.name}.json"

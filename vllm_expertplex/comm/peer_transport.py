@@ -18,6 +18,7 @@ from vllm_expertplex.comm.peer import (
     DONE_STRIDE,
     DoneRecord,
     SlotLayout,
+    SlotOwner,
     SlotsRecord,
     await_record,
     publish,
@@ -35,20 +36,20 @@ from vllm_expertplex.comm.peer_kernels import (
 )
 from vllm_expertplex.comm.shm import MoeServerLost
 from vllm_expertplex.cuda.memory import DeviceMemory, current_device_uuid
-from vllm_expertplex.layout import PHASE_DECODE, ExpertMap, Layout, Server
+from vllm_expertplex.layout import PHASE_DECODE, ExpertMap, Layout
 
 
 class PeerTransport:
-    """One operation at a time. `layer_names` only serve messages.
+    """One operation at a time, in the slots of `owner`. `layer_names` only serve messages.
 
-    The constructor allocates and publishes this server's done words; `connect` then opens the
-    slots that MoE servers have published. Both need a current CUDA device.
+    The constructor allocates and publishes the slots' done words; `connect` then opens the slots
+    that MoE servers have published. Both need a current CUDA device.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        me: Server,
+        owner: SlotOwner,
         layout: Layout,
         slot: SlotLayout,
         experts: ExpertMap,
@@ -60,7 +61,8 @@ class PeerTransport:
             raise ValueError(
                 f"{len(experts.server)} experts; the GPU kernels take 1 to {MAX_EXPERTS}"
             )
-        self._run_dir, self._me, self._layout, self._slot = run_dir, me, layout, slot
+        self._run_dir, self._owner, self._layout, self._slot = run_dir, owner, layout, slot
+        self._name = owner.name
         self._timeout_s = timeout_s
         self._kernels = PeerKernels(slot.fp8)
         places = [z << 16 | slot for z, slot in zip(experts.server, experts.slot, strict=True)]
@@ -73,23 +75,22 @@ class PeerTransport:
         self._slots: list[DeviceMemory] = []
         self._peers: Peers | None = None
         self.layer_names: list[str] = []
-        publish(run_dir, DoneRecord(me, current_device_uuid(), layout.moe, self._done.export()))
+        publish(run_dir, DoneRecord(owner, current_device_uuid(), layout.moe, self._done.export()))
 
     def connect(self, timeout_s: float) -> None:
         """Open this server's slot on every MoE server. Raises TimeoutError with the server's name,
         and ValueError where a server laid its slot out differently.
         """
-        source = self._layout.attention_servers.index(self._me)
         for moe in self._layout.moe_servers:
             record = await_record(self._run_dir, SlotsRecord, moe, timeout_s)
-            found = record.layouts[source * record.slots_per_source]
+            index = record.owners.index(self._owner)
+            found = record.layouts[index]
             if found != self._slot:
                 raise ValueError(
-                    f"{moe.name} has a slot of {found} for {self._me.name}, which expects "
+                    f"{moe.name} has a slot of {found} for {self._name}, which expects "
                     f"{self._slot}; all servers must run the same model and options"
                 )
-            handle = record.handles[source * record.slots_per_source]
-            self._slots.append(DeviceMemory.open(handle, self._slot.size))
+            self._slots.append(DeviceMemory.open(record.handles[index], self._slot.size))
         at = self._slot
         self._peers = Peers(
             slots=(ctypes.c_uint64 * MAX_SERVERS)(*(slot.address for slot in self._slots)),
@@ -121,7 +122,7 @@ class PeerTransport:
         expected = (torch.bfloat16, (slot.hidden,), (n, slot.topk), (n, slot.topk))
         if found != expected or n > slot.max_tokens:
             raise ValueError(
-                f"{self._me.name}: {n} tokens with x, topk_ids, topk_weights {found}; the slots "
+                f"{self._name}: {n} tokens with x, topk_ids, topk_weights {found}; the slots "
                 f"hold {slot.max_tokens} tokens of {expected}; the layer is not the one the "
                 "configuration describes"
             )
@@ -149,7 +150,7 @@ class PeerTransport:
         Nothing is known about the sum until the stream has got there and `check` has not raised.
         """
         if dtype is not torch.bfloat16:
-            raise ValueError(f"{self._me.name}: a {dtype} model; the GPU kernels serve bfloat16")
+            raise ValueError(f"{self._name}: a {dtype} model; the GPU kernels serve bfloat16")
         assert self._peers is not None, "connect first"
         out = torch.empty(tokens, self._slot.hidden, dtype=dtype, device="cuda")
         timeout_ns = int(self._timeout_s * 1e9)
@@ -167,7 +168,7 @@ class PeerTransport:
         layer = self._lost.layer
         name = self.layer_names[layer] if self.layer_names else str(layer)
         raise MoeServerLost(
-            f"{self._me.name}: {lost} did not finish layer {name} for {self._lost.tokens} tokens "
+            f"{self._name}: {lost} did not finish layer {name} for {self._lost.tokens} tokens "
             f"(operation {self._lost.sequence}): it is gone, or slower than moe_timeout_s = "
             f"{self._timeout_s:g} s"
         )

@@ -12,14 +12,16 @@ from vllm_expertplex.shapes import expert_map, slot_shape, spin_us
 class AttentionCPUWorker(AttentionWorker, CPUWorker):
     """A prefill or decode server's worker."""
 
-    def make_transport(self, me: Server, config: ExpertPlexConfig) -> AttentionPeer:
+    def make_transports(self, me: Server, config: ExpertPlexConfig) -> list[AttentionPeer]:
         layout = config.parsed_layout
-        return AttentionPeer(
-            run_dir(),
-            me,
-            layout,
-            slot_shape(self.vllm_config),
-            expert_map(self.vllm_config, layout),
-            spin_us(config),
-            config.moe_timeout_s,
-        )
+        return [
+            AttentionPeer(
+                run_dir(),
+                me,
+                layout,
+                slot_shape(self.vllm_config),
+                expert_map(self.vllm_config, layout),
+                spin_us(config),
+                config.moe_timeout_s,
+            )
+        ]

@@ -4,6 +4,7 @@ Owns: noticing a MoE server that missed its deadline, and a KV cache budget wher
 GPU. Must not know: how MoE servers compute.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_expertplex.comm.peer_transport import PeerTransport
-from vllm_expertplex.config import ExpertPlexConfig, run_dir
+from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, run_dir
+from vllm_expertplex.executor import microbatches
 from vllm_expertplex.executor.worker import AttentionWorker
-from vllm_expertplex.layout import Server
+from vllm_expertplex.layout import PREFILL, Server
 from vllm_expertplex.serve.placement import read_place
-from vllm_expertplex.shapes import expert_map, gpu_slot
+from vllm_expertplex.shapes import expert_map, gpu_slot, slot_owners
 
 logger = init_logger(__name__)
 
@@ -29,21 +31,42 @@ _UNSEEN_BYTES = 2 << 30
 class AttentionGPUWorker(AttentionWorker, Worker):
     """A prefill or decode server's worker."""
 
-    def make_transport(self, me: Server, config: ExpertPlexConfig) -> PeerTransport:
+    def make_transports(self, me: Server, config: ExpertPlexConfig) -> list[PeerTransport]:
         layout = config.parsed_layout
         self._me = me
-        self._transport = PeerTransport(
-            run_dir(),
-            me,
-            layout,
-            gpu_slot(self.vllm_config),
-            expert_map(self.vllm_config, layout),
-            config.moe_timeout_s,
-        )
-        return self._transport
+        self._transports = [
+            PeerTransport(
+                run_dir(),
+                owner,
+                layout,
+                gpu_slot(self.vllm_config),
+                expert_map(self.vllm_config, layout),
+                config.moe_timeout_s,
+            )
+            for owner in slot_owners(config)
+            if owner.server == me
+        ]
+        return self._transports
 
-    def connect_transport(self, config: ExpertPlexConfig) -> None:
-        self._transport.connect(config.startup_timeout_s)
+    def connect_transports(self, config: ExpertPlexConfig) -> None:
+        for transport in self._transports:
+            transport.connect(config.startup_timeout_s)
+
+    def init_device(self) -> None:
+        if self._tbo_tokens:
+            microbatches.prepare(self.vllm_config)
+        super().init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self._tbo_tokens:
+            microbatches.install(self.model_runner, self.vllm_config, self._tbo_tokens)
+
+    @property
+    def _tbo_tokens(self) -> int:
+        """Steps of so many tokens run as two microbatches; 0: none does."""
+        settings = ServerSettings.from_additional_config(self.vllm_config.additional_config)
+        return settings.config.tbo_tokens if settings and settings.role == PREFILL else 0
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
@@ -75,7 +98,7 @@ class AttentionGPUWorker(AttentionWorker, Worker):
         return left
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self._transport.check()
+        self._check()
         return self._checked(super().execute_model(*args, **kwargs))
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,19 +107,23 @@ class AttentionGPUWorker(AttentionWorker, Worker):
     def _checked(self, output: Any) -> Any:
         """No token of a step whose MoE layers were not all answered may leave the server."""
         if isinstance(output, AsyncModelRunnerOutput):
-            return _CheckedOutput(output, self._transport)
+            return _CheckedOutput(output, self._check)
         if output is not None:
-            self._transport.check()
+            self._check()
         return output
+
+    def _check(self) -> None:
+        for transport in self._transports:
+            transport.check()
 
 
 class _CheckedOutput(AsyncModelRunnerOutput):
     """An output that is copied to the host meanwhile; its step is over once it is there."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, transport: PeerTransport) -> None:
-        self._output, self._transport = output, transport
+    def __init__(self, output: AsyncModelRunnerOutput, check: Callable[[], None]) -> None:
+        self._output, self._check = output, check
 
     def get_output(self) -> Any:
         output = self._output.get_output()
-        self._transport.check()
+        self._check()
         return output

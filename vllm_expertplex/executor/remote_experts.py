@@ -7,6 +7,7 @@ vLLM's MoE runner keeps routing (any scoring, bias, groups, scaling) and hands o
 experts, which run here between dispatch and combine: single-batch overlap.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,28 +17,31 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_expertplex.comm.transport import Transport
+from vllm_expertplex.executor import turns
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL
 
 
 class RemoteExperts:
     """The connection that all MoE layers of this process share.
 
-    Steps of more than `decode_tokens` tokens count as prefill on the MoE servers: a decode server
-    that recomputes a preempted request sends prefill-shaped work.
+    `peers`: a transport per microbatch of a step that is cut, so that each can have an operation
+    in flight. Steps of more than `decode_tokens` tokens count as prefill on the MoE servers: a
+    decode server that recomputes a preempted request sends prefill-shaped work.
     """
 
-    def __init__(self, peer: Transport, decode_tokens: int) -> None:
-        self.peer = peer
+    def __init__(self, peers: Sequence[Transport], decode_tokens: int) -> None:
+        self._peers = peers
         self._decode_tokens = decode_tokens
 
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
     ) -> None:
         phase = PHASE_DECODE if x.shape[0] <= self._decode_tokens else PHASE_PREFILL
-        self.peer.dispatch(x, weights, ids, layer, phase)
+        self._peers[turns.number()].dispatch(x, weights, ids, layer, phase)
 
     def combine(self, x: torch.Tensor) -> torch.Tensor:
-        return self.peer.combine(x.shape[0], x.dtype)
+        turns.give_way()  # the other microbatch's attention, meanwhile
+        return self._peers[turns.number()].combine(x.shape[0], x.dtype)
 
 
 _connection: RemoteExperts | None = None

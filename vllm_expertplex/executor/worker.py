@@ -5,6 +5,7 @@ Must not know: how MoE servers compute, how bytes travel.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,29 +30,34 @@ class AttentionWorker:
         apply_attention_patches()
         super().__init__(*args, **kwargs)
 
-    def make_transport(self, me: Server, config: ExpertPlexConfig) -> Transport:
-        """This server's end of the data path; MoE servers may still be loading."""
+    def make_transports(self, me: Server, config: ExpertPlexConfig) -> Sequence[Transport]:
+        """This server's end of the data path, once per microbatch of a step; MoE servers may still
+        be loading.
+        """
         raise NotImplementedError
 
-    def connect_transport(self, config: ExpertPlexConfig) -> None:
+    def connect_transports(self, config: ExpertPlexConfig) -> None:
         """Open what MoE servers publish once they have loaded, where there is such a thing."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         settings = ServerSettings.from_additional_config(self.vllm_config.additional_config)
         assert settings is not None  # the executor checked
         me = Server(settings.role, settings.rank)
-        peer = self.make_transport(me, settings.config)
+        peers = self.make_transports(me, settings.config)
+        layer_names: list[str] = []
         decode_tokens = self.vllm_config.scheduler_config.max_num_seqs if me.role == DECODE else 0
-        connect(RemoteExperts(peer, decode_tokens))
-        with replaced_routed_experts(remote_routed_experts(peer.layer_names)):
+        connect(RemoteExperts(peers, decode_tokens))
+        with replaced_routed_experts(remote_routed_experts(layer_names)):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
+        for peer in peers:
+            peer.layer_names = layer_names
         model = self.model_runner.get_model()
         _check_no_experts(me, model)
         write_record(
             run_dir(),
-            ServerRecord.of(me, self.vllm_config, _bytes(model), peer.layer_names),
+            ServerRecord.of(me, self.vllm_config, _bytes(model), layer_names),
         )
-        self.connect_transport(settings.config)
+        self.connect_transports(settings.config)
         _await_moe_servers(me, settings.config)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_expertplex.comm.peer import SlotLayout
+from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
 from vllm_expertplex.layout import Server
 from vllm_expertplex.moe_server.apk.buffers import LayerWeights, buffer_bytes
 from vllm_expertplex.moe_server.apk.jit import KernelShape
@@ -33,7 +33,7 @@ _DRAIN_S = 2.0
 
 
 class CudaBackend:
-    """Experts on the current GPU. `layouts`: the attention servers' slots, in layout order.
+    """Experts on the current GPU. `layouts`: the slots of `owners`, in their order.
 
     ValueError for weights that the kernel cannot compute from; RuntimeError where the GPU has too
     little memory, with both amounts.
@@ -44,6 +44,7 @@ class CudaBackend:
         run_dir: Path,
         me: Server,
         layers: Sequence[ExpertWeights],
+        owners: Sequence[SlotOwner],
         layouts: Sequence[SlotLayout],
         operation_s: float,
         max_ms: int = 0,
@@ -53,7 +54,7 @@ class CudaBackend:
         self._kernel = PersistentKernel(shape)
         self._layers = [LayerWeights(shape, w.w13, w.w2, w.w13_scale, w.w2_scale) for w in layers]
         self._refuse_too_much(shape, layouts)
-        self._slots = Slots(run_dir, me, layouts, shape, self._kernel.device)
+        self._slots = Slots(run_dir, me, owners, layouts, shape, self._kernel.device)
         self._run: ResidentRun | None = None
 
     def _refuse_too_much(self, shape: KernelShape, layouts: Sequence[SlotLayout]) -> None:
@@ -67,11 +68,11 @@ class CudaBackend:
                 "the experts; lower --max-num-batched-tokens, or use more MoE servers"
             )
 
-    def start(self, sources: Sequence[Server], timeout_s: float) -> None:
+    def start(self, timeout_s: float) -> None:
         """Meets the attention servers and launches the kernel. Raises TimeoutError naming one that
         does not come.
         """
-        served = self._slots.connect(sources, timeout_s)
+        served = self._slots.connect(timeout_s)
         self._run = ResidentRun(
             self._kernel,
             served,

@@ -20,7 +20,7 @@ from vllm_expertplex.layout import Server
 from vllm_expertplex.moe_server.backend_cuda import CudaBackend
 from vllm_expertplex.moe_server.load import load_layers
 from vllm_expertplex.serve.records import ServerRecord, write_record
-from vllm_expertplex.shapes import expert_map, gpu_slot
+from vllm_expertplex.shapes import expert_map, gpu_slot, slot_owners
 
 logger = init_logger(__name__)
 
@@ -56,10 +56,11 @@ class CudaMoeServer:
         )
         # No operation passes through the board; it carries heartbeat, stop word and counters.
         self._endpoint = MoeEndpoint([], [], board_path(run_dir, me), 0)
-        self._backend = CudaBackend(
-            run_dir, me, weights, [gpu_slot(c) for c in vllm_configs], config.moe_timeout_s
-        )
-        self._backend.start(layout.attention_servers, config.startup_timeout_s)
+        owners = slot_owners(config)
+        slots = dict(zip(layout.attention_servers, map(gpu_slot, vllm_configs), strict=True))
+        layouts = [slots[owner.server] for owner in owners]
+        self._backend = CudaBackend(run_dir, me, weights, owners, layouts, config.moe_timeout_s)
+        self._backend.start(config.startup_timeout_s)
         logger.info("%s: the kernel is running", me.name)
         write_record(run_dir, ServerRecord.of(me, vllm_config, held, list(layers)))
 

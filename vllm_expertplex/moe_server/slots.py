@@ -1,4 +1,4 @@
-"""The slots of a MoE server in its GPU's memory: one per attention server.
+"""The slots of a MoE server in its GPU's memory: one per attention server and microbatch.
 
 Owns: allocating them, the buffers that operations need beside them, meeting the attention servers
 in the run directory. Must not know: the kernel's life, vLLM.
@@ -18,6 +18,7 @@ from vllm_expertplex.comm.peer import (
     DONE_STRIDE,
     DoneRecord,
     SlotLayout,
+    SlotOwner,
     SlotsRecord,
     await_record,
     publish,
@@ -41,17 +42,18 @@ def operands(address: int, layout: SlotLayout) -> Operands:
 
 
 class Slots:
-    """Allocates a slot per layout and publishes them for the attention servers to open."""
+    """Allocates a slot per owner and publishes them for the attention servers to open."""
 
     def __init__(
         self,
         run_dir: Path,
         me: Server,
+        owners: Sequence[SlotOwner],
         layouts: Sequence[SlotLayout],
         shape: KernelShape,
         device: torch.device,
     ) -> None:
-        self._run_dir, self._me = run_dir, me
+        self._run_dir, self._me, self._owners = run_dir, me, owners
         self._memory = [DeviceMemory.allocate(layout.size) for layout in layouts]
         self._buffers = [
             OperationBuffers(shape, layout.max_tokens, operands(memory.address, layout), device)
@@ -60,27 +62,32 @@ class Slots:
         publish(
             run_dir,
             SlotsRecord(
-                me, current_device_uuid(), list(layouts), [m.export() for m in self._memory]
+                me,
+                current_device_uuid(),
+                list(owners),
+                list(layouts),
+                [m.export() for m in self._memory],
             ),
         )
 
-    def connect(self, sources: Sequence[Server], timeout_s: float) -> list[ServedSlot]:
-        """Opens the done word of every attention server, in the order of the layouts.
+    def connect(self, timeout_s: float) -> list[ServedSlot]:
+        """Opens the done word of every slot, in the order of the owners.
 
         Raises TimeoutError naming one that has not published it.
         """
+        sources = list(dict.fromkeys(owner.server for owner in self._owners))
         served = []
-        for index, source in enumerate(sources):
-            record = await_record(self._run_dir, DoneRecord, source, timeout_s)
+        for index, owner in enumerate(self._owners):
+            record = await_record(self._run_dir, DoneRecord, owner, timeout_s)
             if self._me.rank >= record.words:
                 raise RuntimeError(
-                    f"{source.name} has done words for {record.words} MoE servers, but this is "
+                    f"{owner.name} has done words for {record.words} MoE servers, but this is "
                     f"{self._me.name}: all servers must run the same layout"
                 )
             done = DeviceMemory.open(record.handle, record.words * DONE_STRIDE)
             served.append(
                 ServedSlot(
-                    index,
+                    sources.index(owner.server),
                     self._memory[index].address,
                     done.address + self._me.rank * DONE_STRIDE,
                     self._buffers[index],

@@ -138,7 +138,7 @@ REFUSALS = (
     Refusal("--enable-expert-parallel", _given, "MoE servers always split experts"),
     Refusal("--enable-eplb", _given, "experts are placed evenly over MoE servers"),
     Refusal("--enable-elastic-ep", _given, "restart with another layout"),
-    Refusal("--enable-dbo", _given, "leave it out"),
+    Refusal("--enable-dbo", _given, "set tbo_tokens in an --expertplex-config file"),
     Refusal("--distributed-executor-backend", _given, "--executor expertplex is the backend"),
     Refusal("--worker-cls", _is_not("auto"), "leave it out"),
     Refusal("--scheduler-cls", _given, "decode servers bring their own scheduler"),
@@ -268,6 +268,8 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
         **settings.to_additional_config(),
     }
     if current_platform.is_cpu():
+        if config.tbo_tokens:
+            error("tbo_tokens runs microbatches on GPUs only; leave it out of --expertplex-config")
         layout = config.parsed_layout
         apply_cpu_defaults(args, layout.prefill + layout.decode)
     else:

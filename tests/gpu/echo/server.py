@@ -18,6 +18,7 @@ from vllm_expertplex.comm.peer import (
     DONE_STRIDE,
     DoneRecord,
     SlotLayout,
+    SlotOwner,
     SlotsRecord,
     await_record,
     publish,
@@ -77,6 +78,7 @@ class Echo:
             SlotsRecord(
                 layout.moe_servers[rank],
                 current_device_uuid(),
+                [SlotOwner(server) for server in layout.attention_servers],
                 spec.slots,
                 [slot.export() for slot in self._slots],
             ),
@@ -98,7 +100,7 @@ class Echo:
         for i, (server, slot) in enumerate(
             zip(self._layout.attention_servers, self._spec.slots, strict=True)
         ):
-            record = await_record(Path(self._spec.run_dir), DoneRecord, server, 60)
+            record = await_record(Path(self._spec.run_dir), DoneRecord, SlotOwner(server), 60)
             done = DeviceMemory.open(record.handle, record.words * DONE_STRIDE)
             self._done.append(done)
             at = Offsets(
