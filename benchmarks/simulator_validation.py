@@ -54,8 +54,16 @@ class Reply(NamedTuple):
 class Client:
     """Streams completions of random token ids; every request runs to its full length."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, vocab: int) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        model: str,
+        vocab: int,
+        temperature: float = 0,
+    ) -> None:
         self.session, self.url, self.model, self.vocab = session, url.rstrip("/"), model, vocab
+        self._temperature = temperature
         self._rng = np.random.default_rng(17)
 
     async def ready(self, seconds: float = 120.0) -> None:
@@ -79,7 +87,7 @@ class Client:
             "model": self.model,
             "prompt": self._rng.integers(10, self.vocab - 10, inputs).tolist(),
             "max_tokens": outputs,
-            "temperature": 0,
+            "temperature": self._temperature,
             "ignore_eos": True,
             "stream": True,
         }
