@@ -47,7 +47,7 @@ GRAPHS = (
     '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}',
 )
 # Small enough for all of them on one GPU. Ours is divided between the servers of a GPU.
-OURS = ("--gpu-memory-utilization", "0.15")
+OURS = ("--gpu-memory-utilization", "0.09")
 PLAIN = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1000000000")
 
 
