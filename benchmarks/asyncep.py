@@ -157,14 +157,19 @@ def engines(server: servers.Server) -> list[dict[str, Any]]:
     return server.http.get("/expertplex/status").json()["servers"]
 
 
-def gathering(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[float, float]:
-    """Mean seconds of a gather, and seconds an engine waited for gathers, between two statuses."""
+def gathering(
+    before: list[dict[str, Any]], after: list[dict[str, Any]]
+) -> tuple[float, float, float]:
+    """Mean seconds of a gather, bytes per second meanwhile, and seconds an engine waited for
+    gathers, between two statuses.
+    """
 
     def grown(field: str) -> int:
         return sum(a[field] - b[field] for a, b in zip(after, before, strict=True))
 
-    seconds = grown("gather_ns") * 1e-9 / max(1, grown("gathers"))
-    return seconds, grown("waited_ns") * 1e-9 / len(after)
+    seconds = grown("gather_ns") * 1e-9
+    each, rate = seconds / max(1, grown("gathers")), grown("gathered_bytes") / max(seconds, 1e-9)
+    return each, rate, grown("waited_ns") * 1e-9 / len(after)
 
 
 def throughput(
@@ -196,11 +201,14 @@ def hiding(server: servers.Server, args: argparse.Namespace) -> list[Row]:
         before, salt = engines(server), salt + 100_000
         prompts = [prompt(length, "none", i, salt) for i in range(max(1, size // length))]
         seconds, _ = asyncio.run(together(server.port, prompts))
-        gather, waited = gathering(before, engines(server))
+        gather, rate, waited = gathering(before, engines(server))
         name = f"batch of {size} tokens"
         floor = WAIT_CEILING if size > threshold else None
         rows.append(Row(f"{name}: waiting for gathers", "share", waited / seconds, None, "", floor))
         rows.append(Row(f"{name}: gather of a layer", "ms", gather * 1e3, None, "", None))
+        rows.append(Row(f"{name}: gathering", "GB/s", rate / 1e9, None, "", None))
+        rate = len(prompts) * length / seconds
+        rows.append(Row(f"{name}: throughput", "tokens/s", rate, None, "", None))
     time.sleep(2)
     prompts = [prompt(length, "none", i, salt + 50_000) for i in range(32)]
     _, each = asyncio.run(together(server.port, prompts))
@@ -215,9 +223,10 @@ def compare(found: dict[str, dict[tuple[int, str], float]]) -> list[Row]:
     stock = {name: cells for name, cells in found.items() if not name.startswith("AsyncEP")}
     for (length, prefixes), rate in ours.items():
         cell = f"{length} tokens, prefixes {prefixes}"
-        best = max(stock, key=lambda name: stock[name][length, prefixes])
-        peer = stock[best][length, prefixes]
-        rows.append(Row(cell, "tokens/s", rate, peer, best, SPEEDUP_FLOOR))
+        best = max(stock, key=lambda name: stock[name][length, prefixes], default=None)
+        peer = stock[best][length, prefixes] if best else None
+        floor = SPEEDUP_FLOOR if best else None
+        rows.append(Row(cell, "tokens/s", rate, peer, best or "no mode of vLLM's", floor))
         for name in stock:
             if name != best:
                 peer = stock[name][length, prefixes]
@@ -293,7 +302,7 @@ def main() -> None:
                     found[name] = throughput(name, server, args)
                 if "AsyncEP" in running:
                     rows = hiding(running["AsyncEP"], args)
-    if "AsyncEP" in found and any(not name.startswith("AsyncEP") for name in found):
+    if "AsyncEP" in found:
         rows = compare(found) + mfu(found["AsyncEP"], args) + rows
     console.print(table(rows, args))
     write("asyncep", rows, args.json)

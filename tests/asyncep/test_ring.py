@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from vllm_expertplex.asyncep.memory import HostChannel, HostMemory
 from vllm_expertplex.asyncep.ring import Prefetcher, Ring
@@ -96,3 +97,37 @@ def test_the_next_layers_are_fetched_ahead(tmp_path: Path) -> None:
         assert not present((step + 3) % 4)
         prefetcher.gathered()
     prefetcher.close()
+
+
+def test_waiting_for_the_next_layer_never_ends_too_early(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "ring", 2, _SIZE, _MEMORY, create=True)
+    slow = threading.Event()
+
+    def part(layer: int) -> np.ndarray:
+        slow.wait(1e-3)
+        return _part(layer)
+
+    prefetcher = Prefetcher(ring, 3, part, _CHANNEL)
+    out = np.zeros(_SIZE, np.uint8)
+    for step in range(20):
+        prefetcher.wait(5)
+        assert ring.read(step % 3, _SIZE, _copy(out)) == _SIZE
+        assert (out == step % 3).all()
+        prefetcher.gathered()
+    prefetcher.close()
+
+
+def test_what_cannot_be_fetched_is_said(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "ring", 1, _SIZE, _MEMORY, create=True)
+    stuck = threading.Event()
+
+    def part(layer: int) -> np.ndarray:
+        assert stuck.wait(10)
+        raise ValueError("no such layer")
+
+    prefetcher = Prefetcher(ring, 3, part, _CHANNEL)
+    with pytest.raises(TimeoutError, match=r"not fetched within 0\.05 s"):
+        prefetcher.wait(0.05)
+    stuck.set()
+    with pytest.raises(RuntimeError, match="no such layer"):
+        prefetcher.wait(5)

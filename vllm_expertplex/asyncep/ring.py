@@ -6,7 +6,8 @@ Must not know: what is in a shard, or how layers are computed.
 All experts are in host memory. The ring holds this engine's part of the layers to come, where it is
 computed: on a GPU one channel fills it from the host while another pulls the next layer from all
 rings. A peer may be elsewhere in its pass and find that a layer is not there: it then
-reads that part from host memory. So nobody waits for anybody.
+reads that part from host memory. So nobody waits for anybody; an engine waits for its own ring
+only, which would else send the same bytes over the same link a second time.
 """
 
 import threading
@@ -79,10 +80,10 @@ class Prefetcher:
         self, ring: Ring, layers: int, part: Callable[[int], Block], channel: Channel
     ) -> None:
         self._ring, self._layers, self._part, self._channel = ring, layers, part, channel
-        self._gathered = 0
+        self._gathered = self._fetched = 0
         self._stopped = False
+        self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self.bytes = 0
         self._thread = threading.Thread(target=self._run, name="asyncep-prefetch", daemon=True)
         self._thread.start()
 
@@ -92,6 +93,19 @@ class Prefetcher:
             self._gathered += 1
             self._changed.notify_all()
 
+    def wait(self, timeout_s: float) -> None:
+        """Return once the layer to be gathered next is in the ring, where it stays until it is
+        `gathered`. Raises TimeoutError, or RuntimeError where fetching has failed.
+        """
+        with self._changed:
+            came = self._changed.wait_for(
+                lambda: self._error is not None or self._fetched > self._gathered, timeout_s
+            )
+            if self._error is not None:
+                raise RuntimeError(f"fetching offloaded experts failed: {self._error}")
+            if not came:
+                raise TimeoutError(f"offloaded experts were not fetched within {timeout_s:g} s")
+
     def close(self) -> None:
         with self._changed:
             self._stopped = True
@@ -99,18 +113,21 @@ class Prefetcher:
         self._thread.join()
 
     def _run(self) -> None:
-        ticket = 0
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda ticket=ticket: (  # type: ignore[misc]
-                        self._stopped or ticket < self._gathered + len(self._ring)
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._stopped or self._fetched < self._gathered + len(self._ring)
                     )
-                )
-                if self._stopped:
-                    return
-            layer = ticket % self._layers
-            part = self._part(layer)
-            self._ring.write(ticket % len(self._ring), layer, part, self._channel)
-            self.bytes += part.size
-            ticket += 1
+                    if self._stopped:
+                        return
+                layer = self._fetched % self._layers
+                slot = self._fetched % len(self._ring)
+                self._ring.write(slot, layer, self._part(layer), self._channel)
+                with self._changed:
+                    self._fetched += 1
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()

@@ -189,6 +189,9 @@ class ExpertWeights:
             return copied
 
         far = self._parts[rank][layer]
+        if rank == self._me.rank:
+            assert self._prefetcher is not None  # as there are rings
+            self._prefetcher.wait(self._config.gather_timeout_s)
         near = self._rings[rank].read(layer - 1, far.size, take)
         if near is not None:
             return near
