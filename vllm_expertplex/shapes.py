@@ -42,6 +42,15 @@ def gpu_slot(vllm_config: Any) -> SlotLayout:
     )
 
 
+def decode_step_tokens(vllm_config: Any) -> int:
+    """The most tokens a step of nothing but decode has: one per request, padded to the size of a
+    CUDA graph where such a step is replayed from one.
+    """
+    requests = vllm_config.scheduler_config.max_num_seqs
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
+    return min((size for size in captured if size >= requests), default=requests)
+
+
 def slot_owners(config: ExpertPlexConfig) -> list[SlotOwner]:
     """Whose the slots of a MoE server's GPU are, in their order: one per attention server, and a
     second one for prefill servers whose steps run as two microbatches.

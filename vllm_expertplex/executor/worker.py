@@ -18,6 +18,7 @@ from vllm_expertplex.executor.remote_experts import RemoteExperts, connect, remo
 from vllm_expertplex.executor.seam import replaced_routed_experts
 from vllm_expertplex.layout import DECODE, Server
 from vllm_expertplex.serve.records import ServerRecord, read_record, write_record
+from vllm_expertplex.shapes import decode_step_tokens
 
 
 class AttentionWorker:
@@ -45,7 +46,7 @@ class AttentionWorker:
         me = Server(settings.role, settings.rank)
         peers = self.make_transports(me, settings.config)
         layer_names: list[str] = []
-        decode_tokens = self.vllm_config.scheduler_config.max_num_seqs if me.role == DECODE else 0
+        decode_tokens = decode_step_tokens(self.vllm_config) if me.role == DECODE else 0
         connect(RemoteExperts(peers, decode_tokens))
         with replaced_routed_experts(remote_routed_experts(layer_names)):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
