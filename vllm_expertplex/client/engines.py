@@ -62,6 +62,7 @@ class EnginesClient(EngineCoreClient):
         self.engines: dict[int, Any] = dict(enumerate(engines))  # the live ones
         self.queue: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pumps: dict[int, asyncio.Task[None]] = {}  # each ends with its engine
         self._loop: asyncio.AbstractEventLoop | None = None  # once outputs are asked for
         self._closing = False
 
@@ -91,7 +92,7 @@ class EnginesClient(EngineCoreClient):
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             for index, engine in self.engines.items():
-                self.spawn(self._pump(index, engine))
+                self._pumps[index] = self.spawn(self._pump(index, engine))
                 self.spawn(self._watch(index, engine))
             self.on_start(self._loop)
         return await self.queue.get()
@@ -115,14 +116,17 @@ class EnginesClient(EngineCoreClient):
             await silence(engine, progress, patience_s)
         except EngineDeadError:
             return  # its pump reports the loss
+        if index not in self.engines:
+            return  # it died, and its process id may be another's by now
         self.queue.put_nowait(Event(index, TimeoutError(f"no progress for {patience_s:g} s")))
         self.kill(index)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` beside everything else, until the end."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def ensure_alive(self) -> None:
         if self._closing:
@@ -138,13 +142,30 @@ class EnginesClient(EngineCoreClient):
 
     async def _everywhere(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.ensure_alive()
-        calls = [getattr(engine, method)(*args, **kwargs) for engine in self.engines.values()]
+        calls = [
+            self._answer(index, getattr(engine, method)(*args, **kwargs))
+            for index, engine in self.engines.items()
+        ]
         answers = await asyncio.gather(*calls)
         if all(isinstance(answer, bool) for answer in answers):
             return all(answers)
         if all(isinstance(answer, list) for answer in answers):
             return [item for answer in answers for item in answer]
         return answers[-1]
+
+    async def _answer(self, index: int, call: Awaitable[Any]) -> Any:
+        """What engine `index` answers. Raises EngineDeadError where it dies before it does, for
+        which its own client would wait for ever.
+        """
+        asked = asyncio.ensure_future(call)
+        pump = self._pumps.get(index)
+        try:
+            await asyncio.wait({asked, pump} if pump else {asked}, return_when="FIRST_COMPLETED")
+            if not asked.done():
+                raise EngineDeadError(f"engine {index} died before it answered")
+            return asked.result()
+        finally:
+            asked.cancel()
 
     def get_kv_event_sources(self) -> dict[int, KVEventsConfig]:
         return {}
@@ -170,7 +191,8 @@ class EnginesClient(EngineCoreClient):
     def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self.queue.put_nowait(Event(-1, EngineDeadError(_CLOSING)))
+        if self.pending():
+            self.queue.put_nowait(Event(-1, EngineDeadError(_CLOSING)))
 
 
 def _fan_out(name: str) -> Callable[..., Awaitable[Any]]:
