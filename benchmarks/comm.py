@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from apk.common import replay_us, report, row
 
-from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
+from vllm_expertplex.comm.peer import SlotLayout
 from vllm_expertplex.comm.peer_transport import PeerTransport
 from vllm_expertplex.cuda.graph import captured
-from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL, ExpertMap, Layout
+from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL, ExpertMap, Layout, SlotOwner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu" / "echo"))
 from harness import EchoServers

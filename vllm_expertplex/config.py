@@ -40,7 +40,7 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Share of a GPU's SMs that a prefill server may use where it shares the GPU."""
     tbo_tokens: NonNegative = 0
     """Prefill steps of at least so many tokens run as two microbatches, one's attention while the
-    MoE servers have the other (two-batch overlap); 0: none. On GPUs only."""
+    MoE servers have the other (two-batch overlap); 0: none."""
     moe_timeout_s: Positive = 60.0
     """Deadline of one remote MoE layer; passing it fails the attention server that waited."""
     spin_us: Annotated[int, msgspec.Meta(ge=-1)] = -1

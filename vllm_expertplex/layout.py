@@ -33,6 +33,18 @@ class Server(msgspec.Struct, frozen=True, order=True):
         return f"{self.role}-{self.rank}"
 
 
+class SlotOwner(msgspec.Struct, frozen=True):
+    """Whose a slot is: an attention server, and which microbatch of its steps."""
+
+    server: Server
+    microbatch: int = 0
+
+    @property
+    def name(self) -> str:
+        """`prefill-0`, or `prefill-0.1`: its second microbatch."""
+        return f"{self.server.name}.{self.microbatch}" if self.microbatch else self.server.name
+
+
 class Layout(msgspec.Struct, frozen=True):
     """How many prefill, decode and MoE servers a deployment has; each at least one."""
 

@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 from vllm_expertplex._comm import Shape
-from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
+from vllm_expertplex.comm.peer import SlotLayout
 from vllm_expertplex.config import ExpertPlexConfig
-from vllm_expertplex.layout import PREFILL, ExpertMap, Layout
+from vllm_expertplex.layout import PREFILL, ExpertMap, Layout, SlotOwner
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
 
 # A process that spins while another needs its core makes both slower, so it only pays when every

@@ -99,6 +99,10 @@ class Server:
         tail = "\n".join(list(dict.fromkeys(found))[-12:] or lines[-12:])
         return f"from {self.log}:\n{tail}"
 
+    def tracebacks(self) -> int:
+        """Exceptions in the log."""
+        return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
+
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """End the server as Ctrl-C does. Raises ServerError when it has to be killed."""
         self.http.close()
@@ -212,6 +216,9 @@ def serve(
     with start(model, log, **options) as server:
         server.wait_healthy(start_deadline_s)
         yield server
+        before = server.tracebacks()
         server.stop()
+        if options.get("layout") and server.tracebacks() > before:
+            raise ServerError(f"a normal stop logged an exception; {server.errors()}")
         if options.get("layout") and (left := server.leftovers()):
             raise ServerError(f"left behind after a normal stop: {left}; {server.errors()}")

@@ -15,14 +15,13 @@ from vllm_expertplex.comm.peer import (
     DONE_STRIDE,
     DoneRecord,
     Ready,
-    SlotOwner,
     SlotsRecord,
     await_record,
     publish,
 )
 from vllm_expertplex.cuda.driver import check
 from vllm_expertplex.cuda.memory import DeviceMemory, current_device_uuid
-from vllm_expertplex.layout import Server
+from vllm_expertplex.layout import Server, SlotOwner
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
+from vllm_expertplex.comm.peer import SlotLayout
 from vllm_expertplex.comm.peer_transport import PeerTransport
 from vllm_expertplex.comm.shm import MoeServerLost
-from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL, ExpertMap, Layout, Server
+from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL, ExpertMap, Layout, Server, SlotOwner
 
 sys.path.insert(0, str(Path(__file__).parent / "echo"))
 from harness import EchoServers

@@ -18,8 +18,8 @@ import torch
 from client import Clients, Source, expect, pack, resident
 from test_apk import BF16_LAYER_ERROR, FP8_LAYER_ERROR, random_ids
 
-from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
-from vllm_expertplex.layout import Server
+from vllm_expertplex.comm.peer import SlotLayout
+from vllm_expertplex.layout import Server, SlotOwner
 from vllm_expertplex.moe_server.apk import structs
 from vllm_expertplex.moe_server.apk.buffers import OperationTemplate
 from vllm_expertplex.moe_server.apk.jit import KernelShape

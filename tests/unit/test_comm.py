@@ -24,9 +24,9 @@ from vllm_expertplex.comm.shm import (
     board_path,
     slot_path,
 )
-from vllm_expertplex.layout import DECODE, MOE, ExpertMap, Layout, Server
+from vllm_expertplex.layout import DECODE, MOE, ExpertMap, Layout, Server, SlotOwner
 
-ME = Server(DECODE, 0)
+ME = SlotOwner(Server(DECODE, 0))
 
 
 class Deployment:

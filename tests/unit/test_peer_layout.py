@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_expertplex.comm import peer
-from vllm_expertplex.comm.peer import DoneRecord, Ready, SlotLayout, SlotOwner, SlotsRecord
-from vllm_expertplex.layout import Server
+from vllm_expertplex.comm.peer import DoneRecord, Ready, SlotLayout, SlotsRecord
+from vllm_expertplex.layout import Server, SlotOwner
 
 layouts = st.builds(
     SlotLayout,

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_expertplex.comm.peer import SlotOwner
 from vllm_expertplex.config import ExpertPlexConfig
-from vllm_expertplex.layout import Server
+from vllm_expertplex.layout import Server, SlotOwner
 from vllm_expertplex.shapes import decode_step_tokens, slot_owners
 
 

@@ -18,12 +18,20 @@ from vllm_expertplex.comm.shm import (
     board_path,
     slot_path,
 )
-from vllm_expertplex.layout import DECODE, PHASE_DECODE, PHASE_PREFILL, ExpertMap, Layout, Server
+from vllm_expertplex.layout import (
+    DECODE,
+    PHASE_DECODE,
+    PHASE_PREFILL,
+    ExpertMap,
+    Layout,
+    Server,
+    SlotOwner,
+)
 from vllm_expertplex.moe_server.backend import ExpertWeights, Operation
 from vllm_expertplex.moe_server.backend_tiles import TileOptions, TilesBackend
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 256, 128, 16, 4, 300
-ME = Server(DECODE, 0)
+ME = SlotOwner(Server(DECODE, 0))
 
 pytestmark = pytest.mark.skipif(
     not (current_platform.is_cpu() and torch.cpu._is_avx512_bf16_supported()),

@@ -155,12 +155,11 @@ class ExpertPlexClient(EnginesClient):
 
     def liveness(self, index: int) -> tuple[Callable[[], int], float]:
         deployment, config = self.deployment, self.deployment.config
-        name = deployment.layout.attention_servers[index].name
-        # On GPUs there is none, and no step that takes nearly as long as patience lasts.
-        slot = deployment.slots.get((name, deployment.layout.moe_servers[0].name))
+        server = deployment.layout.attention_servers[index]
         # It may wait that long for a MoE server, whose fault that is then.
         patience_s = config.moe_timeout_s + config.heartbeat_timeout_s
-        return lambda: slot.counters()["operations"] if slot else 0, patience_s
+        # On GPUs nothing is counted, and no step takes nearly as long as patience lasts.
+        return lambda: deployment.layer_counters(server)["operations"], patience_s
 
     def kill(self, index: int) -> None:
         self.deployment.kill(self.deployment.layout.attention_servers[index].name)

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from vllm_expertplex.layout import Server
+from vllm_expertplex.layout import Server, SlotOwner
 
 HEADER_BYTES = 1024  # of a slot: `ready` (uint64) first, the rest zero
 ALIGNMENT = 1024  # of a slot's sections
@@ -106,18 +106,6 @@ class Ready(NamedTuple):
         return cls(
             word >> 32, word >> 31 & 1, word >> _TOKEN_BITS & MAX_LAYERS - 1, word & MAX_TOKENS
         )
-
-
-class SlotOwner(msgspec.Struct, frozen=True):
-    """Whose a slot is: an attention server, and which microbatch of its steps."""
-
-    server: Server
-    microbatch: int = 0
-
-    @property
-    def name(self) -> str:
-        """`prefill-0`, or `prefill-0.1`: its second microbatch."""
-        return f"{self.server.name}.{self.microbatch}" if self.microbatch else self.server.name
 
 
 class SlotsRecord(msgspec.Struct, frozen=True):

@@ -18,7 +18,6 @@ from vllm_expertplex.comm.peer import (
     DONE_STRIDE,
     DoneRecord,
     SlotLayout,
-    SlotOwner,
     SlotsRecord,
     await_record,
     publish,
@@ -36,7 +35,7 @@ from vllm_expertplex.comm.peer_kernels import (
 )
 from vllm_expertplex.comm.shm import MoeServerLost
 from vllm_expertplex.cuda.memory import DeviceMemory, current_device_uuid
-from vllm_expertplex.layout import PHASE_DECODE, ExpertMap, Layout
+from vllm_expertplex.layout import PHASE_DECODE, ExpertMap, Layout, SlotOwner
 
 
 class PeerTransport:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_expertplex._comm import AttentionEndpoint, Board, MoeEndpoint, Shape, Slot
-from vllm_expertplex.layout import ExpertMap, Layout, Server
+from vllm_expertplex.layout import ExpertMap, Layout, Server, SlotOwner
 
 __all__ = ["AttentionPeer", "Board", "Shape", "Slot", "SlotTensors", "board_path", "slot_path"]
 
@@ -25,9 +25,9 @@ def board_path(run_dir: Path, moe: Server) -> str:
     return str(run_dir / f"board-{moe.name}")
 
 
-def slot_path(run_dir: Path, attention: Server, moe: Server) -> str:
-    """The file of an attention server's slot on a MoE server."""
-    return str(run_dir / f"slot-{attention.name}-{moe.name}")
+def slot_path(run_dir: Path, owner: SlotOwner, moe: Server) -> str:
+    """The file of a slot on a MoE server."""
+    return str(run_dir / f"slot-{owner.name}-{moe.name}")
 
 
 class MoeServerLost(RuntimeError):
@@ -37,24 +37,24 @@ class MoeServerLost(RuntimeError):
 class AttentionPeer:
     """An attention server's end: dispatch a layer's tokens, combine what comes back.
 
-    One operation at a time. `layer_names` only serve messages.
+    One operation at a time, in the slots of `owner`. `layer_names` only serve messages.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        me: Server,
+        owner: SlotOwner,
         layout: Layout,
         shape: Shape,
         experts: ExpertMap,
         spin_us: int,
         timeout_s: float,
     ) -> None:
-        self._me = me
+        self._name = owner.name
         self._shape = shape
         self._timeout_s = timeout_s
         self._endpoint = AttentionEndpoint(
-            [slot_path(run_dir, me, moe) for moe in layout.moe_servers],
+            [slot_path(run_dir, owner, moe) for moe in layout.moe_servers],
             [board_path(run_dir, moe) for moe in layout.moe_servers],
             shape,
             experts.server,
@@ -81,7 +81,7 @@ class AttentionPeer:
         expected = ((n, slots.hidden), slots.item, (n, slots.topk), (n, slots.topk))
         if found != expected:
             raise ValueError(
-                f"{self._me.name}: x, its bytes per element, topk_ids, topk_weights are {found}, "
+                f"{self._name}: x, its bytes per element, topk_ids, topk_weights are {found}, "
                 f"the slots expect {expected}; the layer is not the one the configuration describes"
             )
         # vLLM's routers return these types and layouts already, and then this costs nothing.
@@ -101,7 +101,7 @@ class AttentionPeer:
         if lost >= 0:
             name = self.layer_names[self._layer] if self.layer_names else str(self._layer)
             raise MoeServerLost(
-                f"{self._me.name}: moe-{lost} did not finish layer {name} for {tokens} tokens: "
+                f"{self._name}: moe-{lost} did not finish layer {name} for {tokens} tokens: "
                 f"it is gone, or slower than moe_timeout_s = {self._timeout_s:g} s"
             )
         # `to` copies only when the type differs; a model in fp32 needs its own copy.

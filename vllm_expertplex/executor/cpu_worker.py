@@ -6,7 +6,7 @@ from vllm_expertplex.comm.shm import AttentionPeer
 from vllm_expertplex.config import ExpertPlexConfig, run_dir
 from vllm_expertplex.executor.worker import AttentionWorker
 from vllm_expertplex.layout import Server
-from vllm_expertplex.shapes import expert_map, slot_shape, spin_us
+from vllm_expertplex.shapes import expert_map, slot_owners, slot_shape, spin_us
 
 
 class AttentionCPUWorker(AttentionWorker, CPUWorker):
@@ -17,11 +17,13 @@ class AttentionCPUWorker(AttentionWorker, CPUWorker):
         return [
             AttentionPeer(
                 run_dir(),
-                me,
+                owner,
                 layout,
                 slot_shape(self.vllm_config),
                 expert_map(self.vllm_config, layout),
                 spin_us(config),
                 config.moe_timeout_s,
             )
+            for owner in slot_owners(config)
+            if owner.server == me
         ]

@@ -14,10 +14,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_expertplex.comm.peer_transport import PeerTransport
-from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, run_dir
-from vllm_expertplex.executor import microbatches
+from vllm_expertplex.config import ExpertPlexConfig, run_dir
 from vllm_expertplex.executor.worker import AttentionWorker
-from vllm_expertplex.layout import PREFILL, Server
+from vllm_expertplex.layout import Server
 from vllm_expertplex.serve.placement import read_place
 from vllm_expertplex.shapes import expert_map, gpu_slot, slot_owners
 
@@ -51,22 +50,6 @@ class AttentionGPUWorker(AttentionWorker, Worker):
     def connect_transports(self, config: ExpertPlexConfig) -> None:
         for transport in self._transports:
             transport.connect(config.startup_timeout_s)
-
-    def init_device(self) -> None:
-        if self._tbo_tokens:
-            microbatches.prepare(self.vllm_config)
-        super().init_device()
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        if self._tbo_tokens:
-            microbatches.install(self.model_runner, self.vllm_config, self._tbo_tokens)
-
-    @property
-    def _tbo_tokens(self) -> int:
-        """Steps of so many tokens run as two microbatches; 0: none does."""
-        settings = ServerSettings.from_additional_config(self.vllm_config.additional_config)
-        return settings.config.tbo_tokens if settings and settings.role == PREFILL else 0
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:

@@ -7,11 +7,13 @@ Must not know: transports, MoE servers, where halves give way.
 vLLM cuts steps (attention metadata, slot mappings) for its dual-batch overlap, but only for data
 parallelism, with an all-to-all of its own (v1/worker/gpu_ubatch_wrapper.py). Here the halves need
 no second stream: what they wait for happens on other GPUs, so both queue their kernels on one
-stream, and the wait for one half's experts comes behind the other half's attention.
+stream, and the wait for one half's experts comes behind the other half's attention. On CPUs one
+half's thread waits for its experts when the other has nothing left to do but wait, too.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -21,7 +23,6 @@ import torch
 from vllm import forward_context
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker import ubatching
-from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 
 from vllm_expertplex.executor.turns import PartnerFailed, Turns, taking
 
@@ -30,23 +31,27 @@ HALVES = 2
 _TURN_S = 120.0
 
 
-def prepare(vllm_config: VllmConfig) -> None:
-    """Make vLLM's worker build what two halves need: workspaces, metadata builders.
+def prepared(vllm_config: VllmConfig) -> VllmConfig:
+    """A configuration for which vLLM's worker builds what two halves need: workspaces, metadata
+    builders. A copy, because vLLM checks its own again once the engine runs, and refuses
+    microbatches without its all-to-all.
 
-    Before the worker initialises its device. Raises ValueError for models that cannot be cut.
+    Raises ValueError for models that cannot be cut.
     """
     if vllm_config.model_config.is_multimodal_model:
         raise ValueError(
             f"tbo_tokens: {vllm_config.model_config.model} takes more than text, and its steps "
             "cannot be cut in two; set tbo_tokens = 0"
         )
-    # Not sooner: vLLM refuses the option where its own all-to-all is not in use.
-    vllm_config.parallel_config.enable_dbo = True
+    mine = copy.copy(vllm_config)
+    mine.parallel_config = copy.copy(vllm_config.parallel_config)
+    mine.parallel_config.enable_dbo = True
+    return mine
 
 
 def install(runner: Any, vllm_config: VllmConfig, tokens: int) -> None:
     """Cut steps of at least `tokens` tokens of `runner`, a GPUModelRunner that has its model."""
-    runner.model = Halves(runner.get_model(), vllm_config, CUDAGraphMode.NONE, runner.device)
+    runner._model_forward = Halves(runner, vllm_config)
     runner._determine_batch_execution_and_padding = cutting(
         runner._determine_batch_execution_and_padding, tokens
     )
@@ -72,39 +77,45 @@ def cutting(decide: Callable[..., tuple], tokens: int) -> Callable[..., tuple]:
     return decide_and_cut
 
 
-class Halves(UBatchWrapper):
-    """A model that runs the steps which vLLM has cut as two halves that take turns.
-
-    The first half runs in the caller's thread.
+class Halves:
+    """GPUModelRunner._model_forward, which runs the steps that vLLM has cut as two halves that take
+    turns. The first half runs in the caller's thread.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, runner: Any, vllm_config: VllmConfig) -> None:
+        self._whole, self._runner, self._vllm_config = runner._model_forward, runner, vllm_config
         self._second = ThreadPoolExecutor(1, thread_name_prefix="microbatch")
 
-    def __call__(self, *args: Any, **inputs: Any) -> torch.Tensor:
+    def __call__(self, **inputs: Any) -> torch.Tensor:
         whole = forward_context.get_forward_context()
         if whole.ubatch_slices is None:
-            return self.runnable(*args, **inputs)
+            return self._whole(**inputs)
         contexts = [self._context(whole, i) for i in range(HALVES)]
         parts = [sliced(inputs, part.token_slice) for part in whole.ubatch_slices]
-        stream = torch.cuda.current_stream()
-
-        def use_device() -> None:
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(stream)
-
+        model = self._runner.get_model()
         try:
-            return run_in_turns(self.runnable, parts, contexts, self._second, use_device)
+            return run_in_turns(model, parts, contexts, self._second, self._same_stream())
         finally:
             forward_context._forward_context = whole
+
+    def _same_stream(self) -> Callable[[], None]:
+        """Makes another thread queue its kernels where this one does."""
+        if self._runner.device.type == "cpu":
+            return lambda: None
+        stream = torch.cuda.current_stream()
+
+        def use() -> None:
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)
+
+        return use
 
     def _context(self, whole: forward_context.ForwardContext, i: int) -> Any:
         assert whole.ubatch_slices is not None
         attention, slots, padding = whole.attn_metadata, whole.slot_mapping, whole.is_padding
         return forward_context.create_forward_context(
             attention[i] if attention is not None else None,
-            self.vllm_config,
+            self._vllm_config,
             batch_descriptor=whole.batch_descriptor,
             slot_mapping=slots[i] if isinstance(slots, list) else None,
             is_padding=None if padding is None else padding[whole.ubatch_slices[i].token_slice],
@@ -112,8 +123,16 @@ class Halves(UBatchWrapper):
 
 
 def sliced(inputs: dict[str, Any], tokens: slice) -> dict[str, Any]:
-    """The inputs of one half: of every tensor the tokens' part."""
-    return {n: v[tokens] if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+    """The inputs of one half: of every tensor the tokens' part. Tokens come first but in
+    `positions`, which are [dimensions, tokens] under M-RoPE.
+    """
+
+    def part(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value[..., tokens] if name == "positions" else value[tokens]
+
+    return {name: part(name, value) for name, value in inputs.items()}
 
 
 def run_in_turns(
@@ -121,10 +140,11 @@ def run_in_turns(
     parts: list[dict[str, Any]],
     contexts: list[Any],
     second: ThreadPoolExecutor,
-    use_device: Callable[[], None],
+    prepare_thread: Callable[[], None],
 ) -> torch.Tensor:
     """Both halves' outputs, one behind the other. Part 1 runs in the thread of `second`, which
-    calls `use_device` first. Raises what stopped either of them; then neither is still running.
+    calls `prepare_thread` first. Raises what stopped either of them; then neither is still running,
+    but for one that hangs.
     """
     turns = Turns(HALVES, _TURN_S)
 
@@ -136,22 +156,22 @@ def run_in_turns(
         thread = threading.get_ident()
         try:
             with taking(turns, i, resume):
+                if i:
+                    prepare_thread()
                 # Where vLLM looks whose scratch memory and shared experts' output to use.
                 ubatching._THREAD_ID_TO_CONTEXT[thread] = i
                 return model(**parts[i])
         finally:
             ubatching._THREAD_ID_TO_CONTEXT.pop(thread, None)
 
-    def in_thread() -> torch.Tensor:
-        use_device()
-        return half(1)
-
-    other = second.submit(in_thread)
+    other = second.submit(half, 1)
     try:
         mine = half(0)
-    except PartnerFailed:
-        other.result()  # raises what stopped it
+    except BaseException as error:
+        ended = wait([other], _TURN_S).done  # it fails when its turn should come
+        if ended and isinstance(error, PartnerFailed):
+            other.result()  # raises what stopped it
         raise
-    finally:
-        wait([other])
+    if not wait([other], _TURN_S).done:
+        raise TimeoutError(f"number 1 has not ended {_TURN_S:g} s after number 0")
     return torch.cat([mine, other.result()])

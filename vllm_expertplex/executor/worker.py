@@ -12,11 +12,12 @@ import torch
 
 from vllm_expertplex.comm.transport import Transport
 from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, run_dir
+from vllm_expertplex.executor import microbatches
 from vllm_expertplex.executor.loader import is_expert_weight
 from vllm_expertplex.executor.patches import apply_attention_patches
 from vllm_expertplex.executor.remote_experts import RemoteExperts, connect, remote_routed_experts
 from vllm_expertplex.executor.seam import replaced_routed_experts
-from vllm_expertplex.layout import DECODE, Server
+from vllm_expertplex.layout import DECODE, PREFILL, Server
 from vllm_expertplex.serve.records import ServerRecord, read_record, write_record
 from vllm_expertplex.shapes import decode_step_tokens
 
@@ -25,6 +26,7 @@ class AttentionWorker:
     """In front of one of vLLM's workers: a prefill or decode server's."""
 
     vllm_config: Any
+    parallel_config: Any
     model_runner: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,9 +42,25 @@ class AttentionWorker:
     def connect_transports(self, config: ExpertPlexConfig) -> None:
         """Open what MoE servers publish once they have loaded, where there is such a thing."""
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
+    @property
+    def _settings(self) -> ServerSettings:
         settings = ServerSettings.from_additional_config(self.vllm_config.additional_config)
         assert settings is not None  # the executor checked
+        return settings
+
+    @property
+    def _tbo_tokens(self) -> int:
+        """Steps of so many tokens run as two microbatches; 0: none does."""
+        return self._settings.config.tbo_tokens if self._settings.role == PREFILL else 0
+
+    def init_device(self) -> None:
+        if self._tbo_tokens:
+            self.vllm_config = microbatches.prepared(self.vllm_config)
+            self.parallel_config = self.vllm_config.parallel_config
+        super().init_device()  # type: ignore[misc]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        settings = self._settings
         me = Server(settings.role, settings.rank)
         peers = self.make_transports(me, settings.config)
         layer_names: list[str] = []
@@ -52,6 +70,8 @@ class AttentionWorker:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         for peer in peers:
             peer.layer_names = layer_names
+        if self._tbo_tokens:
+            microbatches.install(self.model_runner, self.vllm_config, self._tbo_tokens)
         model = self.model_runner.get_model()
         _check_no_experts(me, model)
         write_record(

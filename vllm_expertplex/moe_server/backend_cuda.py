@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_expertplex.comm.peer import SlotLayout, SlotOwner
-from vllm_expertplex.layout import Server
+from vllm_expertplex.comm.peer import SlotLayout
+from vllm_expertplex.layout import Server, SlotOwner
 from vllm_expertplex.moe_server.apk.buffers import LayerWeights, buffer_bytes
 from vllm_expertplex.moe_server.apk.jit import KernelShape
 from vllm_expertplex.moe_server.apk.kernel import PersistentKernel

@@ -22,7 +22,7 @@ from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.layout import MOE, Server
 from vllm_expertplex.moe_server.backend import Backend, ExpertWeights, Operation
 from vllm_expertplex.serve.records import ServerRecord, write_error, write_record
-from vllm_expertplex.shapes import expert_map, fair_share, slot_shape, spin_us
+from vllm_expertplex.shapes import expert_map, fair_share, slot_owners, slot_shape, spin_us
 
 logger = init_logger(__name__)
 
@@ -98,16 +98,19 @@ class MoeServer:
         weights = list(layers.values())
         dtype: Any = vllm_config.model_config.dtype
         self._backend = make_backend(me, config, weights, dtype)
-        shapes = [slot_shape(c) for c in vllm_configs]
+        owners, sources = slot_owners(config), layout.attention_servers
+        # Both slots of a server are one source: its operations come after one another.
+        self._sources = [sources.index(owner.server) for owner in owners]
+        shapes = [slot_shape(vllm_configs[source]) for source in self._sources]
         self._endpoint = MoeEndpoint(
-            [slot_path(run_dir, source, me) for source in layout.attention_servers],
+            [slot_path(run_dir, owner, me) for owner in owners],
             shapes,
             board_path(run_dir, me),
             spin_us(config) * 1000,
         )
         self._slots = [
-            SlotTensors.of(self._endpoint, source, shape, dtype)
-            for source, shape in enumerate(shapes)
+            SlotTensors.of(self._endpoint, index, shape, dtype)
+            for index, shape in enumerate(shapes)
         ]
         held = sum(w.bytes for w in weights)
         logger.info(
@@ -146,7 +149,7 @@ class MoeServer:
             self._endpoint.complete(ready, time.monotonic_ns() - start)
 
         return Operation(
-            ready.source,
+            self._sources[ready.source],
             ready.phase,
             ready.layer,
             slot.x[:n],

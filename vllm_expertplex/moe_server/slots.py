@@ -18,13 +18,12 @@ from vllm_expertplex.comm.peer import (
     DONE_STRIDE,
     DoneRecord,
     SlotLayout,
-    SlotOwner,
     SlotsRecord,
     await_record,
     publish,
 )
 from vllm_expertplex.cuda.memory import DeviceMemory, current_device_uuid
-from vllm_expertplex.layout import Server
+from vllm_expertplex.layout import Server, SlotOwner
 from vllm_expertplex.moe_server.apk.buffers import Operands, OperationBuffers
 from vllm_expertplex.moe_server.apk.jit import KernelShape
 from vllm_expertplex.moe_server.apk.resident import ServedSlot

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import wait as wait_for_sentinels
 from typing import Any
@@ -34,7 +35,7 @@ from vllm_expertplex.serve.engines import (
     start_engines,
 )
 from vllm_expertplex.serve.records import ServerRecord, read_error, read_record, write_ports
-from vllm_expertplex.shapes import expert_map, slot_shape
+from vllm_expertplex.shapes import expert_map, slot_owners, slot_shape
 
 logger = init_logger(__name__)
 
@@ -70,11 +71,12 @@ class Deployment:
             Board(board_path(self.run_dir, moe), create=True) for moe in self.layout.moe_servers
         ]
         # On GPUs the servers themselves allocate the slots, in the MoE servers' memory.
+        configs = dict(zip(self._attention, self.configs, strict=True))
         self.slots = {
-            (source.name, moe.name): Slot(
-                slot_path(self.run_dir, source, moe), slot_shape(config), create=True
+            (owner, moe): Slot(
+                slot_path(self.run_dir, owner, moe), slot_shape(configs[owner.server]), create=True
             )
-            for source, config in zip(self._attention, self.configs, strict=True)
+            for owner in slot_owners(self.config)
             for moe in self.layout.moe_servers
             if current_platform.is_cpu()
         }
@@ -157,6 +159,15 @@ class Deployment:
             self._on_failure()
         for slot in self.slots.values():
             slot.fail()
+
+    def layer_counters(self, server: Server) -> Counter[str]:
+        """Remote layers of an attention server so far, and their times; empty on GPUs."""
+        first = self.layout.moe_servers[0]  # where an attention server keeps them
+        counters: Counter[str] = Counter()
+        for (owner, moe), slot in self.slots.items():
+            if (owner.server, moe) == (server, first):
+                counters.update(slot.counters())
+        return counters
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Call `callback` from another thread when a MoE server is lost; at once if it was."""

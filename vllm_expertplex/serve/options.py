@@ -139,15 +139,19 @@ REFUSALS = (
     Refusal("--enable-eplb", _given, "experts are placed evenly over MoE servers"),
     Refusal("--enable-elastic-ep", _given, "restart with another layout"),
     Refusal("--enable-dbo", _given, "set tbo_tokens in an --expertplex-config file"),
+    Refusal("--ubatch-size", _given, "set tbo_tokens in an --expertplex-config file"),
+    Refusal("--device-ids", _given, "set CUDA_VISIBLE_DEVICES"),
     Refusal("--distributed-executor-backend", _given, "--executor expertplex is the backend"),
     Refusal("--worker-cls", _is_not("auto"), "leave it out"),
     Refusal("--scheduler-cls", _given, "decode servers bring their own scheduler"),
     Refusal("--kv-transfer-config", _given, "prefill and decode servers set up their own"),
+    Refusal("--kv-offloading-size", _given, "leave it out"),
     Refusal("--kv-events-config", _given, "prefill servers tell the router what they cache"),
     Refusal("--speculative-config", _given, "leave it out"),
     Refusal("--enable-lora", _given, "serve a merged checkpoint"),
     Refusal("--enable-sleep-mode", _given, "leave it out"),
     Refusal("--cpu-offload-gb", _given, "use more MoE servers"),
+    Refusal("--weight-transfer-config", _given, "MoE servers load experts at their start only"),
     Refusal("--runner", _is_not("auto", "generate"), "only generation is served"),
     Refusal("--load-format", _is_not("auto", "hf", "safetensors"), "use a safetensors checkpoint"),
 )
@@ -261,6 +265,9 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
     args.distributed_executor_backend = EXECUTOR
     if args.load_format != DUMMY:
         args.load_format = LOAD_FORMAT
+    # vLLM would leave out an image that it has sent before, but the engine that gets it now may not
+    # be one of those that had it: the request would fail.
+    args.mm_processor_cache_gb = 0
     # The API server accounts for decode's KV transfers; its statistics need the configuration.
     args.kv_transfer_config = kv_transfer_config(settings, "decode")
     args.additional_config = {
@@ -268,8 +275,6 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
         **settings.to_additional_config(),
     }
     if current_platform.is_cpu():
-        if config.tbo_tokens:
-            error("tbo_tokens runs microbatches on GPUs only; leave it out of --expertplex-config")
         layout = config.parsed_layout
         apply_cpu_defaults(args, layout.prefill + layout.decode)
     else:

@@ -191,9 +191,8 @@ class ExpertPlexReporter:
         deployment = self._client.deployment
         if not deployment.slots:
             return  # on GPUs, where nobody on the host sees a layer
-        first = deployment.layout.moe_servers[0].name  # where an attention server keeps its times
         counters = [
-            ((s.role, s.rank), deployment.slots[s.name, first].counters())
+            ((s.role, s.rank), deployment.layer_counters(s))
             for s in deployment.layout.attention_servers
         ]
         yield samples(metrics.MOE_LAYERS, ((key, c["operations"]) for key, c in counters))

@@ -1,9 +1,11 @@
-"""The part of the parity matrix that runs on every change: one tiny model, one layout
-(and a second one with the slow tests).
+"""The part of the parity matrix that runs on every change: one tiny model, one layout, also with
+prefill steps cut in two (and a second layout with the slow tests).
 
 The whole matrix is `python -m tests.e2e.parity.matrix`.
 """
 
+import json
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -36,9 +38,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-def _serve(logs: Path, layout: str | None) -> AbstractContextManager[Server]:
-    log = logs / f"{layout or 'plain'}.log"
-    return serve(checkpoint(MODEL), log, layout=layout, options=("--dtype", DTYPE))
+def _serve(logs: Path, layout: str | None, *options: str) -> AbstractContextManager[Server]:
+    log = logs / f"{layout or 'plain'}{len(options)}.log"
+    return serve(checkpoint(MODEL), log, layout=layout, options=("--dtype", DTYPE, *options))
 
 
 @pytest.fixture(scope="module")
@@ -58,5 +60,30 @@ def plain(logs: Path) -> Answers:
 def test_answers_are_those_of_plain_vllm(layout: str, plain: Answers, logs: Path) -> None:
     with _serve(logs, layout) as server:
         ours = run(server, plain.probe, only=_chosen)
-    different = {v.key: str(v.differences[0]) for v in judge(plain, ours, DTYPE) if v.differences}
-    assert not different
+    assert not different(plain, ours)
+
+
+def different(plain: Answers, ours: Answers) -> dict[str, str]:
+    return {v.key: str(v.differences[0]) for v in judge(plain, ours, DTYPE) if v.differences}
+
+
+def test_answers_are_the_same_when_prefill_steps_run_as_two_microbatches(
+    plain: Answers, logs: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "overlap.toml"
+    config.write_text("tbo_tokens = 2")
+    with _serve(logs, "1P1D1E", "--expertplex-config", str(config)) as server:
+        before = remote_layers(server)
+        one = Case("lengths", "a step", COMPLETIONS, {**PROBE.body, "max_tokens": 1})
+        assert "choices" in ask(server, Request(one))
+        layers = json.loads((checkpoint(MODEL) / "config.json").read_text())["num_hidden_layers"]
+        assert remote_layers(server) - before == 2 * layers
+        ours = run(server, plain.probe, only=_chosen)
+    assert not different(plain, ours)
+
+
+def remote_layers(server: Server) -> int:
+    """MoE layers that the prefill server has sent away so far."""
+    metrics = server.http.get("/metrics").text
+    found = re.findall(r'^expertplex:remote_layers_total{.*"prefill".*} (.+)$', metrics, re.M)
+    return sum(int(float(count)) for count in found)

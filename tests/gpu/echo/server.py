@@ -18,7 +18,6 @@ from vllm_expertplex.comm.peer import (
     DONE_STRIDE,
     DoneRecord,
     SlotLayout,
-    SlotOwner,
     SlotsRecord,
     await_record,
     publish,
@@ -27,7 +26,7 @@ from vllm_expertplex.comm.peer_kernels import Offsets
 from vllm_expertplex.cuda.driver import Module, launch
 from vllm_expertplex.cuda.memory import DeviceMemory, current_device_uuid
 from vllm_expertplex.cuda.nvcc import csrc, cubin
-from vllm_expertplex.layout import Layout
+from vllm_expertplex.layout import Layout, SlotOwner
 
 MAX_SOURCES, TIMES = 16, 1 << 16
 
