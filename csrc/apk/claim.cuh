@@ -36,21 +36,31 @@ __device__ __forceinline__ bool may_repeat(const State& s, const Claimer& c, con
   return last.phase == kPrefill && load_acquire(s.queue[kDecode].busy) == 0;
 }
 
-// One thread. The next ticket of the last tile's stage, if p_i is what it was.
-__device__ __forceinline__ bool claim_again(State& s, Claimer& c, Tile& tile) {
-  if (!c.known) return false;
+// What the leader has found to do.
+enum class Found : uint32_t {
+  kStop,
+  kOverdue,    // nothing: the tile before has not ended in time
+  kSameStage,  // a tile of the stage it knows
+  kTile,       // a tile of any
+};
+
+// One thread. The next ticket of the last tile's stage, if p_i is what it was. kStop: none. The
+// stage may end meanwhile, if the last tile was short; the ticket is then one of the stage or the
+// operation that follows in this slot (see scheduler/queue.h), and as good.
+__device__ __forceinline__ Found claim_again(State& s, Claimer& c, Tile& tile) {
+  if (!c.known) return Found::kStop;
   c.known = false;
-  if (load_acquire(s.p[c.worker.index].value) != c.word) return false;
+  if (load_acquire(s.p[c.worker.index].value) != c.word) return Found::kStop;
   const Ticket t = unpack(fetch_add(s.queue[tile.phase].slot[tile.slot].ticket, uint64_t{1}));
-  if (t.next >= t.limit || (t.seq & 0xfffu) != tile.seq) {
-    if (t.next < t.limit) __trap();  // a stage ended with a tile of it unfinished
-    return false;
-  }
+  if (t.next >= t.limit) return Found::kStop;
+  const bool same = (t.seq & 0xfffu) == tile.seq;
   tile.ticket = t.next;
+  tile.seq = static_cast<uint16_t>(t.seq);
+  tile.stage = static_cast<uint8_t>(t.stage);
   ++c.worker.cursor[tile.phase].taken;
   count(c.worker.counters.tiles[tile.phase], 1);
   c.known = c.worker.cursor[tile.phase].taken + 1 < s.config.quantum;
-  return true;
+  return same ? Found::kSameStage : Found::kTile;
 }
 
 // The whole warp: what the tile's operation looks like, from global memory.

@@ -17,8 +17,17 @@
 
 namespace expertplex::apk {
 
-// One thread: waits for a tile of any stage. False: stop.
-__device__ __forceinline__ bool claim_any(SharedMemory& sh, const Launch& p, Tile& tile) {
+// Have all warps of the cluster done with the tile before `at`?
+__device__ __forceinline__ bool ended_before(SharedMemory& sh, const RingPosition& at) {
+  if (at.count == 0) return true;
+  const RingPosition before{at.count - 1};
+  return sh.ring_empty[before.slot()].wait(before.parity(), &sh.tile_deadline);
+}
+
+// One thread: waits for a tile of any stage. While there is none, nothing but this looks after the
+// tile before, which may hang.
+__device__ __forceinline__ Found claim_any(SharedMemory& sh, const Launch& p,
+                                           const RingPosition& at, Tile& tile) {
   State& s = *p.state;
   uint64_t idle_since = 0;
   while (true) {
@@ -29,20 +38,23 @@ __device__ __forceinline__ bool claim_any(SharedMemory& sh, const Launch& p, Til
     sh.claimer.word =
         load_relaxed(s.p[sh.claimer.worker.index].value);  // at or before what claim() sees
     const Next next = claim(s, sh.claimer.worker, now, tile);
-    if (next == Next::kStop) return false;
-    if (next == Next::kTile) {
-      if (p.times) {
-        const uint64_t user = s.queue[tile.phase].slot[tile.slot].op.user;
-        auto* first = &p.times[identity_of(user)].first_tile;
-        if (load_relaxed(*first) == 0) store_relaxed(*first, global_ns());
-      }
-      return true;
-    }
+    if (next == Next::kStop) return Found::kStop;
+    if (next == Next::kTile) return Found::kTile;
     if (next == Next::kIdle)
       while (load_relaxed(s.work) == seen && global_ns() < now + 20000) {
       }
-    if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline)) return false;
+    if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.tile_deadline) && !ended_before(sh, at))
+      return Found::kOverdue;
+    if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline)) return Found::kStop;
   }
+}
+
+// One thread. When a finite run's operation began.
+__device__ __forceinline__ void stamp_first(const Launch& p, const Tile& tile) {
+  if (!p.times) return;
+  const uint64_t user = p.state->queue[tile.phase].slot[tile.slot].op.user;
+  auto* first = &p.times[identity_of(user)].first_tile;
+  if (load_relaxed(*first) == 0) store_relaxed(*first, global_ns());
 }
 
 // Warp 9 of the leader CTA.
@@ -64,9 +76,15 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
     __syncwarp();
     bool ok = sh.ring_empty[at.slot()].wait(at.parity() ^ 1, &sh.tile_deadline);
     if (at.count) ok &= sh.claim_next.wait((at.count - 1) & 1, &sh.tile_deadline);
-    if (!__all_sync(~0u, ok)) {  // the tile before does not get on
-      if (lane == 0) {
-        report(p, limit == now + p.tile_ns ? kTileTooLong : kOutOfTime,
+    ok = __all_sync(~0u, ok);
+    Found found = Found::kOverdue;
+    if (lane == 0) {
+      if (ok) found = claim_again(s, claimer, m.tile);
+      if (found == Found::kStop) found = claim_any(sh, p, at, m.tile);
+      if (found == Found::kTile) stamp_first(p, m.tile);
+      if (found == Found::kOverdue) {
+        const bool out = global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline);
+        report(p, out ? kOutOfTime : kTileTooLong,
                {.cluster = cluster,
                 .phase = m.tile.phase,
                 .stage = m.tile.stage,
@@ -77,16 +95,13 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
         raise(s.stop, static_cast<uint32_t>(kAbort));  // watch() tells the others
       }
     }
-    uint32_t got = 0;  // 0 none: stop, 1 of the known stage, 2 of any
-    if (lane == 0 && ok) {
-      got = claim_again(s, claimer, m.tile) ? 1 : claim_any(sh, p, m.tile) ? 2 : 0;
-    }
-    got = __shfl_sync(~0u, got, 0);
+    found = static_cast<Found>(__shfl_sync(~0u, static_cast<uint32_t>(found), 0));
+    const bool got = found == Found::kSameStage || found == Found::kTile;
     uint32_t* words = reinterpret_cast<uint32_t*>(&m.tile);
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) words[i] = __shfl_sync(~0u, words[i], 0);
-    if (got == 2) learn_stage(s, p.templates, m.tile, sh.known);
-    if (got == 0) m.tile.stage = kStop;
+    if (found == Found::kTile) learn_stage(s, p.templates, m.tile, sh.known);
+    if (!got) m.tile.stage = kStop;
     m.where = sh.known.where;
     m.row = sh.known.items;
     m.col = 0;
@@ -105,7 +120,8 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
     }
     __syncwarp();
     if (!got) return;
-    if (got == 2 && lane == 0) claimer.known = may_repeat(s, claimer, m.tile, s.config.quantum);
+    if (found == Found::kTile && lane == 0)
+      claimer.known = may_repeat(s, claimer, m.tile, s.config.quantum);
   }
 }
 

@@ -186,8 +186,10 @@ __device__ __forceinline__ void copy_pairs(const Origins& origins, const TileMes
            c += kAtOnce * 32) {
         uint4 v[kAtOnce];
 #pragma unroll
-        for (uint32_t i = 0; i < kAtOnce; ++i)
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+          v[i] = uint4{};  // else its registers count as live in the GEMM's mainloop
           if (c + i * 32 < kChunks) v[i] = __ldcg(src + c + i * 32);
+        }
         for (uint32_t p = present; p; p &= p - 1) {
           const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
           uint4* dst = reinterpret_cast<uint4*>(op.rows + static_cast<size_t>(to) * kRowBytes);

@@ -72,14 +72,18 @@ struct Barrier {
   }
 
   // The polling loop stays inside one asm block: a C++ loop with an exit in the math warps'
-  // mainloop costs the compiler its register allocation at 64x192 accumulators.
+  // mainloop costs the compiler its register allocation at 64x192 accumulators. The first try is
+  // outside the loop, so that ptxas can begin it long before its outcome is needed: in the
+  // mainloop, while the sums of the K block before are scaled.
   __device__ __forceinline__ bool wait(uint32_t parity, const uint64_t* deadline) {
     uint32_t ok;
     asm volatile(
         "{\n.reg .pred done, early;\n.reg .u64 now, limit;\n"
-        "POLL: mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
         "@done bra END;\n"
-        "mov.u64 now, %%globaltimer;\nld.volatile.shared.u64 limit, [%3];\n"
+        "POLL: mov.u64 now, %%globaltimer;\nld.volatile.shared.u64 limit, [%3];\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "@done bra END;\n"
         "setp.lt.u64 early, now, limit;\n@early bra POLL;\n"
         "END: selp.u32 %0, 1, 0, done;\n}"
         : "=r"(ok)
