@@ -52,10 +52,17 @@ def test_all_layers_are_seen_at_the_same_place(layout: KVCacheLayout) -> None:
     assert torch.equal(views["c"], numbers)  # and no two blocks are the same
 
 
-@given(st.integers(1, 64), st.lists(st.integers(1, 500), min_size=1, max_size=32))
-def test_any_step_finds_its_blocks(block_size: int, prompts: list[int]) -> None:
+_STEP = st.lists(st.integers(1, 500), min_size=1, max_size=32)
+
+
+@given(st.integers(1, 64), st.lists(_STEP, min_size=1, max_size=2))
+def test_steps_that_are_planned_at_once_find_their_blocks(
+    block_size: int, steps: list[list[int]]
+) -> None:
+    prompts = [tokens for step in steps for tokens in step]
     needed = sum(-(-tokens // block_size) for tokens in prompts)
-    assert blocks_needed(sum(prompts), len(prompts), block_size) > needed
+    largest = max(sum(step) for step in steps)
+    assert blocks_needed(largest, len(prompts), block_size, len(steps)) > needed
 
 
 def test_more_than_one_token_is_refused_before_vllm_knows_the_request(

@@ -74,7 +74,10 @@ class AsyncEPDeployment:
         if self.config.kv_free:
             scheduler, cache = config.scheduler_config, config.cache_config
             cache.num_gpu_blocks_override = blocks_needed(
-                scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size
+                scheduler.max_num_batched_tokens,
+                scheduler.max_num_seqs,
+                cache.block_size,
+                self._steps_at_once(config),
             )
         if config.cache_config.enable_prefix_caching:
             config.kv_events_config = kv_events.publishing(self.run_dir, server)
@@ -96,6 +99,7 @@ class AsyncEPDeployment:
         self.threshold = Threshold.of(speeds, self.flops, layers, gamma)
         logger.info("AsyncEP: ready in %.1f s", time.monotonic() - begin)
         self._report_threshold()
+        self._report_small_kv()
 
     def _report_threshold(self) -> None:
         threshold = self.threshold
@@ -115,6 +119,25 @@ class AsyncEPDeployment:
                 "AsyncEP: %.0f tokens hide the gather of a layer, but a step takes at most "
                 "--max-num-batched-tokens %d: raise it, or use fewer engines",
                 needed,
+                step,
+            )
+
+    @staticmethod
+    def _steps_at_once(config: VllmConfig) -> int:
+        """With async scheduling vLLM plans a step while another runs; both hold KV blocks."""
+        return 2 if config.scheduler_config.async_scheduling else 1
+
+    def _report_small_kv(self) -> None:
+        config = self.configs[0]
+        step, steps = config.scheduler_config.max_num_batched_tokens, self._steps_at_once(config)
+        held = (config.cache_config.num_gpu_blocks or 0) * self.block_size
+        if held < steps * step:
+            logger.warning(
+                "AsyncEP: the KV cache holds %d tokens, fewer than the %d steps of %d that are "
+                "planned at once: some steps will be small, and gather all experts all the same. "
+                "Give it more memory, or lower --max-num-batched-tokens",
+                held,
+                steps,
                 step,
             )
 

@@ -6,7 +6,8 @@ Must not know: experts.
 vLLM writes a layer's keys and values to its KV cache and attends to them there, layer by layer.
 When every prompt is computed whole within one step and answered by one token, nobody reads them
 after that layer: all layers can use the same memory, and what it takes is one layer's blocks for
-one step's tokens (MoE-Prefill paper, section 4: KV-cache-free mode).
+one step's tokens (MoE-Prefill paper, section 4: KV-cache-free mode), or for two where vLLM plans a
+step while another runs.
 """
 
 import copy
@@ -24,9 +25,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm_expertplex.executor.patches import patch
 
 
-def blocks_needed(step_tokens: int, sequences: int, block_size: int) -> int:
-    """Blocks that hold any one step: each sequence may end within a block; one is vLLM's own."""
-    return -(-step_tokens // block_size) + sequences + 1
+def blocks_needed(step_tokens: int, sequences: int, block_size: int, steps: int) -> int:
+    """Blocks that hold any `steps` steps, as many as are planned at once: each of all `sequences`
+    may end within a block; one is vLLM's own.
+    """
+    return steps * -(-step_tokens // block_size) + sequences + 1
 
 
 def one_layer(config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheConfig:

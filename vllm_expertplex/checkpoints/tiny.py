@@ -121,6 +121,8 @@ GPU_ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
 }
