@@ -13,7 +13,7 @@ from vllm import forward_context
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from vllm_expertplex.executor import turns
+from vllm_expertplex.executor import microbatches, turns
 from vllm_expertplex.executor.microbatches import cutting, run_in_turns, sliced
 from vllm_expertplex.executor.turns import PartnerFailed, Turns, taking
 
@@ -114,6 +114,55 @@ def test_what_stops_one_half_is_raised_and_the_other_ends(
     with pytest.raises(ValueError, match="bad layer"):
         run_in_turns(model, parts, [None, None], second, lambda: None)
     assert second.submit(lambda: 1).result(5) == 1
+
+
+def test_a_second_half_that_cannot_begin_says_why(
+    second: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatches, "_TURN_S", 5.0)
+
+    def no_device() -> None:
+        raise OSError("no such device")
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        turns.give_way()
+        return x
+
+    parts = [{"x": torch.zeros(1)}] * 2
+    with pytest.raises(OSError, match="no such device"):
+        run_in_turns(model, parts, [None, None], second, no_device)
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_nobody_waits_for_ever_for_a_half_that_hangs(
+    second: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    monkeypatch.setattr(microbatches, "_TURN_S", 0.1)
+    release, ended = threading.Event(), threading.Event()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        if turns.number() == 1:
+            release.wait(20)
+            ended.set()
+        for _ in range(layers):
+            turns.give_way()
+        return x
+
+    parts = [{"x": torch.zeros(1)}] * 2
+    try:
+        with pytest.raises(TimeoutError, match="number 1"):
+            run_in_turns(model, parts, [None, None], second, lambda: None)
+        assert not ended.is_set()
+    finally:
+        release.set()
+
+
+def test_positions_in_several_dimensions_are_cut_by_tokens() -> None:
+    """M-RoPE has a row per dimension, also for text alone."""
+    inputs = {"input_ids": torch.arange(5), "positions": torch.arange(15).view(3, 5)}
+    part = sliced(inputs, slice(3, 5))
+    assert part["input_ids"].tolist() == [3, 4]
+    assert part["positions"].tolist() == [[3, 4], [8, 9], [13, 14]]
 
 
 def step(tokens: int, *, may: bool = True, dummy: bool = False) -> dict:
