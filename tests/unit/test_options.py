@@ -142,6 +142,8 @@ VALUES = {
     "--runner": "pooling",
     "--load-format": "tensorizer",
     "--data-parallel-rank": "0",
+    "--device-ids": "1",
+    "--weight-transfer-config": '{"backend": "nccl"}',
 }
 
 
@@ -228,6 +230,14 @@ def test_a_deployment_is_set_up_and_the_users_choices_stay(parse: Parse) -> None
     assert args.additional_config[ADDITIONAL_CONFIG_KEY]["config"]["layout"] == "1P2D1E"
     assert args.max_num_seqs == 7
     assert args.enforce_eager
+
+
+def test_images_go_to_every_engine_whole(parse: Parse) -> None:
+    """vLLM leaves out what it has sent before, but here to one of several engines."""
+    args = parse(*EXECUTOR_GIVEN)
+    assert args.mm_processor_cache_gb > 0
+    options.apply(args, ExpertPlexConfig())
+    assert args.mm_processor_cache_gb == 0
 
 
 def test_whoever_asks_for_compilation_gets_it(parse: Parse) -> None:

@@ -151,7 +151,7 @@ REFUSALS = (
     Refusal("--enable-lora", _given, "serve a merged checkpoint"),
     Refusal("--enable-sleep-mode", _given, "leave it out"),
     Refusal("--cpu-offload-gb", _given, "use more MoE servers"),
-    Refusal("--weight-transfer-config", _given, "MoE servers load experts at their start only"),
+    Refusal("--weight-transfer-config", _given, "experts are loaded at the start only"),
     Refusal("--runner", _is_not("auto", "generate"), "only generation is served"),
     Refusal("--load-format", _is_not("auto", "hf", "safetensors"), "use a safetensors checkpoint"),
 )
