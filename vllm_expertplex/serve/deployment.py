@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from vllm_expertplex._scheduler import MAX_SOURCES
 from vllm_expertplex.client import kv_events
 from vllm_expertplex.comm.shm import Board, Slot, board_path, slot_path
 from vllm_expertplex.config import ServerSettings, run_dir
@@ -40,6 +41,7 @@ from vllm_expertplex.shapes import expert_map, slot_owners, slot_shape
 logger = init_logger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
+_TRACE_TIMEOUT_S = 60.0  # more, where MoE servers write what all their workers did
 
 
 class Deployment:
@@ -145,20 +147,23 @@ class Deployment:
         moe, process = self.layout.moe_servers[rank], self._processes[rank]
         process.join()
         reason = read_error(self.run_dir, moe) or _exit_reason(process.exitcode)
-        self._fail(f"{moe.name} (pid {process.pid}) is gone: {reason}")
+        self._fail(moe, f"{moe.name} (pid {process.pid}) is gone: {reason}")
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, moe: Server, reason: str) -> None:
         if self._failure is not None or self._stopping:
             return
         logger.error("%s; every request needs it, so the deployment ends", reason)
         self._failure = reason
+        self.mark_lost(moe.name)
         if not self.records:
             # Still starting: do not wait for engines that nobody will use.
             kill_servers(self.run_dir)
         if self._on_failure is not None:
             self._on_failure()
-        for slot in self.slots.values():
-            slot.fail()
+        # Only its own: whoever waits for another one names the one it waits for.
+        for (_, where), slot in self.slots.items():
+            if where == moe:
+                slot.fail()
 
     def layer_counters(self, server: Server) -> Counter[str]:
         """Remote layers of an attention server so far, and their times; empty on GPUs."""
@@ -183,8 +188,9 @@ class Deployment:
             age = board.heartbeat_age_s()
             if age > self.config.heartbeat_timeout_s:
                 self._fail(
+                    moe,
                     f"{moe.name} has shown no progress for {age:.1f} s "
-                    f"(heartbeat_timeout_s = {self.config.heartbeat_timeout_s:g})"
+                    f"(heartbeat_timeout_s = {self.config.heartbeat_timeout_s:g})",
                 )
 
     def says_what_it_caches(self, server: Server) -> bool:
@@ -208,7 +214,7 @@ class Deployment:
         kill_all([self.records[name].pid])
 
     def mark_lost(self, name: str) -> None:
-        """Remember that an attention server is gone."""
+        """Remember that a server is gone."""
         self.lost.add(name)
 
     def _await_moe_servers(self, begin: float) -> None:
@@ -233,13 +239,14 @@ class Deployment:
             engine.shutdown(timeout=0)
         for board in self.boards:
             board.stop()
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        patience_s = _TRACE_TIMEOUT_S if self.config.trace else _STOP_TIMEOUT_S
+        deadline = time.monotonic() + patience_s
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 logger.warning("%s did not stop in time; killing it", process.name)
                 process.kill()
-                process.join()
+                process.join(_STOP_TIMEOUT_S)  # one in a driver's hands may not even die
 
 
 def _reserve_port() -> socket.socket:
@@ -253,8 +260,13 @@ def _reserve_port() -> socket.socket:
 
 
 def _check_experts(vllm_config: VllmConfig, layout: Layout) -> None:
-    """Say before anything starts that a model cannot be spread over its MoE servers."""
+    """Say before anything starts that MoE servers cannot hold a model or take all who ask them."""
     routed_experts(vllm_config, "expertplex")
+    if len(layout.attention_servers) > MAX_SOURCES:
+        raise DeploymentError(
+            f"layout {layout} has {len(layout.attention_servers)} attention servers; a MoE server "
+            f"takes operations of at most {MAX_SOURCES}"
+        )
     try:
         expert_map(vllm_config, layout)
     except ValueError as error:

@@ -122,7 +122,7 @@ def servers(client: ExpertPlexClient) -> list[dict[str, Any]]:
                 server,
                 deployment.records[server.name],
                 None,
-                deployment.failure is not None,
+                server.name in deployment.lost,
                 kv_blocks=None,
                 kv_blocks_used=None,
                 tokens=sum(board.counters(phase)["tokens"] for phase in PHASES.values()),

@@ -1,0 +1,113 @@
+"""How a deployment loses a MoE server and how it ends, without starting one."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_expertplex.config import ExpertPlexConfig
+from vllm_expertplex.layout import Layout, SlotOwner
+from vllm_expertplex.serve import deployment as module
+from vllm_expertplex.serve.deployment import Deployment
+from vllm_expertplex.serve.engines import DeploymentError
+
+
+class Slot:
+    failed = False
+
+    def fail(self) -> None:
+        self.failed = True
+
+
+class Board:
+    """Of a server whose last sign of life is `age_s` old."""
+
+    def __init__(self) -> None:
+        self.age_s, self.stopped = 0.0, False
+
+    def heartbeat_age_s(self) -> float:
+        return self.age_s
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Process:
+    """Takes `takes_s` to end once it is told to; a hung one does not even when killed."""
+
+    name = "expertplex-moe"
+
+    def __init__(self, takes_s: float, hangs: bool = False) -> None:
+        self._ends, self._hangs, self.killed = time.monotonic() + takes_s, hangs, False
+
+    def is_alive(self) -> bool:
+        return self._hangs or (not self.killed and time.monotonic() < self._ends)
+
+    def join(self, timeout: float | None = None) -> None:
+        assert timeout is not None, "waits for ever"
+        until = time.monotonic() + timeout
+        while self.is_alive() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def running(*processes: Process, **options: Any) -> Deployment:
+    """A deployment that has started."""
+    made: Any = object.__new__(Deployment)
+    made.config = ExpertPlexConfig(layout="1P1D2E", **options)
+    made.layout = made.config.parsed_layout
+    made.slots = {
+        (SlotOwner(source), moe): Slot()
+        for source in made.layout.attention_servers
+        for moe in made.layout.moe_servers
+    }
+    made.boards = [Board() for _ in made.layout.moe_servers]
+    made.records = {server.name: None for server in made.layout}
+    made.engines, made.lost, made._processes = [], set(), list(processes)
+    made._failure, made._on_failure, made._stopping = None, None, False
+    return made
+
+
+def test_only_who_waits_for_the_lost_moe_server_is_told_that_it_is_gone() -> None:
+    """Else an attention server would name the first one it looks at."""
+    ours: Any = running()
+    ours.boards[1].age_s = ours.config.heartbeat_timeout_s + 1
+    ours._check_heartbeats()
+    assert "moe-1 has shown no progress" in ours.failure
+    assert {moe.name for (_, moe), slot in ours.slots.items() if slot.failed} == {"moe-1"}
+    assert ours.lost == {"moe-1"}
+
+
+def test_the_end_does_not_wait_for_a_process_that_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_STOP_TIMEOUT_S", 0.05)
+    hung = Process(0, hangs=True)
+    ours: Any = running(hung)
+    ours.shutdown()
+    assert hung.killed
+    assert all(board.stopped for board in ours.boards)
+
+
+@pytest.mark.parametrize("trace", [None, "trace.json"])
+def test_a_server_may_finish_writing_its_trace(
+    monkeypatch: pytest.MonkeyPatch, trace: str | None
+) -> None:
+    monkeypatch.setattr(module, "_STOP_TIMEOUT_S", 0.05)
+    busy = Process(0.3)
+    running(busy, trace=trace).shutdown()
+    assert busy.killed == (trace is None)
+
+
+def model(experts: int = 64) -> Any:
+    config = SimpleNamespace(model="m", architectures=["MoE"], get_num_experts=lambda: experts)
+    return SimpleNamespace(model_config=config)
+
+
+def test_more_attention_servers_than_a_moe_server_takes_are_refused() -> None:
+    module._check_experts(model(), Layout.parse("16P16D1E"))
+    with pytest.raises(DeploymentError, match=r"33 attention servers.*32"):
+        module._check_experts(model(), Layout.parse("16P17D1E"))
