@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL
+from vllm_expertplex.moe_server import backend_tiles
 from vllm_expertplex.moe_server.backend_tiles import TileOptions, TilesBackend
 
 SHAPE = Shape(experts=6, hidden=160, intermediate=96, topk=3)
@@ -184,6 +185,14 @@ def test_trace_has_one_track_per_worker(backend, tmp_path):
     assert {e["name"] for e in spans} == {"prefill"}
     assert {"scatter", "gate_up", "down"} <= {e["args"]["stage"] for e in spans}
     assert all(e["dur"] >= 0 for e in spans)
+
+
+def test_more_workers_than_the_scheduler_has_room_for_are_not_started(
+    backend, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backend_tiles, "MAX_WORKERS", 2)
+    tiles = backend([make_layer(SHAPE, torch.float32)], workers=3)
+    assert len(tiles.stats()["workers"]) == 2
 
 
 def test_expert_that_does_not_exist_is_an_error_of_the_server(backend):

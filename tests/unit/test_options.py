@@ -10,6 +10,7 @@ import pytest
 from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core_client import EngineCoreClient
 
@@ -105,6 +106,7 @@ def test_options_and_file_reach_the_configuration(parse: Parse, tmp_path: Any) -
         (["--expertplex-layout", "1P1D"], "layout '1P1D': expected xPyDzE"),
         (["--expertplex-layout", "1P1D0E"], "every role needs at least one server"),
         (["--expertplex-config", "/no/such/file"], "/no/such/file: No such file"),
+        (["--expertplex-trace", "/no/such/folder/t.json"], "/no/such/folder is no directory"),
     ],
 )
 def test_wrong_values_are_refused(
@@ -238,6 +240,24 @@ def test_images_go_to_every_engine_whole(parse: Parse) -> None:
     assert args.mm_processor_cache_gb > 0
     options.apply(args, ExpertPlexConfig())
     assert args.mm_processor_cache_gb == 0
+
+
+def test_a_trace_that_nobody_would_write_is_refused(
+    parse: Parse,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    given = [*EXECUTOR_GIVEN, "--expertplex-trace", str(tmp_path / "t.json")]
+    config = options.check(parse(*given))
+    file = tmp_path / "c.toml"
+    file.write_text('moe_backend = "torch"')
+    assert "moe_backend torch" in refused(parse(*given, "--expertplex-config", str(file)))
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(SystemExit):
+        options.apply(parse(*given), config)
+    assert "--expertplex-trace" in capsys.readouterr().err
 
 
 def test_whoever_asks_for_compilation_gets_it(parse: Parse) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from vllm_expertplex import _scheduler
-from vllm_expertplex._scheduler import PANEL, Dtype, Engine, Model, Settings
+from vllm_expertplex._scheduler import MAX_WORKERS, PANEL, Dtype, Engine, Model, Settings
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL
 from vllm_expertplex.moe_server.backend import ExpertWeights, Operation
 from vllm_expertplex.moe_server.tiles import decode_tiles, prefill_tiles
@@ -36,7 +36,9 @@ _TRACE_EVENTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class TileOptions:
-    """Scheduling options. Times are in microseconds; 0 workers take all cores of the process."""
+    """Scheduling options. Times are in microseconds; 0 workers take all cores of the process. There
+    are at most MAX_WORKERS.
+    """
 
     workers: int = 0
     decode_workers: int = 0  # q of eq. (4): decode's share at x_star; 0: most_decode_workers
@@ -94,7 +96,7 @@ class TilesBackend:
                 layer.w2.data_ptr(),
                 *(0 if scale is None else scale.data_ptr() for scale in scales),
             )
-        workers = options.workers or len(os.sched_getaffinity(0))
+        workers = min(options.workers or len(os.sched_getaffinity(0)), MAX_WORKERS)
         most = options.most_decode_workers or (workers if workers <= 2 else workers - 1)
         settings = Settings(
             workers=workers,

@@ -3,10 +3,11 @@
 Owns: the file format (Chrome JSON trace events). Must not know: scheduling.
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import msgspec
 
 from vllm_expertplex.layout import PHASE_DECODE
 
@@ -16,10 +17,13 @@ Event = tuple[int, int, int, str, int, int, int]
 
 def write_trace(path: Path, workers: Sequence[tuple[int, Sequence[Event]]]) -> None:
     """One track per worker, from (events lost, events) of each; named and coloured by phase."""
-    with path.open("w") as file:
-        file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
-        file.write(",\n".join(json.dumps(event) for event in _events(workers)))
-        file.write("\n]}\n")
+    encoder, separator = msgspec.json.Encoder(), b""
+    with path.open("wb") as file:
+        file.write(b'{"displayTimeUnit": "ns", "traceEvents": [\n')
+        for event in _events(workers):
+            file.write(separator + encoder.encode(event))
+            separator = b",\n"
+        file.write(b"\n]}\n")
 
 
 def _events(workers: Sequence[tuple[int, Sequence[Event]]]) -> Iterator[dict[str, object]]:

@@ -183,11 +183,22 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
     try:
         if args.expertplex_plan is not None:
             _follow_plan(args)
-        return load_config(
+        config = load_config(
             args.expertplex_config, layout=args.expertplex_layout, trace=args.expertplex_trace
         )
     except ValueError as invalid:
         error(str(invalid))
+    if config.trace is not None:
+        _check_trace(config, Path(config.trace))
+    return config
+
+
+def _check_trace(config: ExpertPlexConfig, file: Path) -> None:
+    """A trace is written when serving ends, which is late to learn that there is none."""
+    if not file.absolute().parent.is_dir():
+        error(f"--expertplex-trace {file}: {file.absolute().parent} is no directory")
+    if config.moe_backend == "torch":
+        error("--expertplex-trace needs the tile scheduler, which moe_backend torch is without")
 
 
 def allowing_dummy_weights(refusal: Refusal) -> Refusal:
@@ -278,6 +289,8 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
         layout = config.parsed_layout
         apply_cpu_defaults(args, layout.prefill + layout.decode)
     else:
+        if config.trace is not None:
+            error("--expertplex-trace is written by MoE servers on CPUs only; leave it out")
         # Only this runner lets a decode server start with the token that prefill has sampled.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
