@@ -3,6 +3,7 @@
 Owns: the reasons. Must not know: who finds them, who tells them.
 """
 
+import re
 from collections import deque
 
 _KEPT = 4096  # clients that went away never ask
@@ -19,8 +20,9 @@ class Failures:
         self._reasons.append((request_id, reason))
 
     def reason(self, request_id: str) -> str | None:
-        """Why a request failed, by the name the API gave it: the engines' names contain that."""
-        for name, reason in self._reasons:
-            if request_id in name:
-                return reason
-        return None
+        """Why a request failed last, by the name the API gave it.
+
+        The engines' names are that with more around it: `[choice_]NAME[-prompt or _turn]-random`.
+        """
+        named = re.compile(rf"(\d+_)?{re.escape(request_id)}([-_]|$)")
+        return next((why for name, why in reversed(self._reasons) if named.match(name)), None)
