@@ -37,6 +37,15 @@ def test_a_daemon_that_does_not_start_says_why(
         mps.start(tmp_path)
 
 
+def test_a_daemon_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mps, "_START_S", 0.2)
+    daemon(tmp_path, monkeypatch, "exec sleep 20")
+    with pytest.raises(RuntimeError, match=r"-d has not ended after 0\.2 s"):
+        mps.start(tmp_path)
+
+
 def test_a_missing_daemon_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="nvidia-cuda-mps-control not found"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from vllm_expertplex.serve.placement import mps_pipes
 
 _CONTROL = "nvidia-cuda-mps-control"
+_START_S = 30.0
 
 
 def start(run_dir: Path) -> None:
@@ -35,8 +36,13 @@ def start(run_dir: Path) -> None:
         "CUDA_MPS_PIPE_DIRECTORY": str(pipes),
         "CUDA_MPS_LOG_DIRECTORY": str(logs),
     }
-    started = subprocess.run(
-        [control, "-d"], env=environment, capture_output=True, text=True, timeout=30
-    )
+    try:
+        started = subprocess.run(
+            [control, "-d"], env=environment, capture_output=True, text=True, timeout=_START_S
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(
+            f"{control} -d has not ended after {_START_S:g} s; see nvidia-smi and dmesg"
+        ) from None
     if started.returncode:
         raise RuntimeError(f"{control} -d failed: {(started.stdout + started.stderr).strip()}")
