@@ -1,6 +1,8 @@
 """How a deployment loses a MoE server and how it ends, without starting one."""
 
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.layout import Layout, SlotOwner
 from vllm_expertplex.serve import deployment as module
+from vllm_expertplex.serve import engines
 from vllm_expertplex.serve.deployment import Deployment
 from vllm_expertplex.serve.engines import DeploymentError
 
@@ -100,6 +103,23 @@ def test_a_server_may_finish_writing_its_trace(
     busy = Process(0.3)
     running(busy, trace=trace).shutdown()
     assert busy.killed == (trace is None)
+
+
+def test_a_start_that_takes_too_long_names_who_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(engines, "kill_servers", lambda run_dir: ended.set())
+
+    def make_engine(config: Any, index: int) -> Any:
+        if index:
+            ended.wait(20)
+            raise RuntimeError("killed")
+
+    servers = Layout.parse("1P1D1E").attention_servers
+    with pytest.raises(DeploymentError, match=r"decode-0 .* startup_timeout_s = 0\.2 s"):
+        engines.start_engines(tmp_path, servers, [{}, {}], make_engine, timeout_s=0.2)  # type: ignore[list-item]
+    assert ended.is_set()
 
 
 def model(experts: int = 64) -> Any:

@@ -106,6 +106,7 @@ class Deployment:
                 self._attention,
                 self.configs,
                 lambda config, index: make_engine(config, index == self.layout.prefill),
+                timeout_s=self.config.startup_timeout_s,
                 failure=lambda: self._failure,
                 give_up=self._give_up,
             )

@@ -8,8 +8,8 @@ Must not know: roles, what an executor adds around its engines.
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 
 from vllm.config import VllmConfig
@@ -40,27 +40,23 @@ def start_engines(
     configs: Sequence[VllmConfig],
     make_engine: Callable[[VllmConfig, int], AsyncMPClient],
     *,
+    timeout_s: float | None = None,
     failure: Callable[[], str | None] = lambda: None,
     give_up: Callable[[], None] = lambda: None,
 ) -> list[AsyncMPClient]:
     """Start all engines at once; `make_engine(config, index)` returns when one is ready.
 
-    When one fails, `give_up` is called, every process of the run is killed, and DeploymentError
-    names the engine and its reason, or `failure()` if there is one.
+    When one fails, or is not ready within `timeout_s`, `give_up` is called, every process of the
+    run is killed, and DeploymentError names the engine and its reason, or `failure()` if there is
+    one.
     """
-    begin = time.monotonic()
     with ThreadPoolExecutor(len(configs), "expertplex-start") as pool:
         starting = {
             pool.submit(make_engine, config, index): server
             for index, (server, config) in enumerate(zip(servers, configs, strict=True))
         }
         try:
-            for future in as_completed(starting):
-                server = starting[future]
-                if error := future.exception():
-                    reason = read_error(run_dir, server) or error
-                    raise DeploymentError(failure() or f"{server.name}: {reason}")
-                logger.info("%s is ready after %.1f s", server.name, time.monotonic() - begin)
+            _await(run_dir, starting, timeout_s, failure)
         except BaseException:
             # Leaving the pool waits for its threads: do not let them load what nobody will
             # use. A thread may be about to start its process, hence again and again.
@@ -70,6 +66,28 @@ def start_engines(
             raise
     gc.enable()  # off since the serve command began
     return [future.result() for future in starting]
+
+
+def _await(
+    run_dir: Path,
+    starting: Mapping[Future[AsyncMPClient], Server],
+    timeout_s: float | None,
+    failure: Callable[[], str | None],
+) -> None:
+    """Return once all engines are ready."""
+    begin = time.monotonic()
+    try:
+        for future in as_completed(starting, timeout_s):
+            server = starting[future]
+            if error := future.exception():
+                reason = read_error(run_dir, server) or error
+                raise DeploymentError(failure() or f"{server.name}: {reason}")
+            logger.info("%s is ready after %.1f s", server.name, time.monotonic() - begin)
+    except TimeoutError:
+        late = ", ".join(server.name for future, server in starting.items() if not future.done())
+        raise DeploymentError(
+            f"{late} not ready within startup_timeout_s = {timeout_s:g} s"
+        ) from None
 
 
 def adopt(vllm_config: VllmConfig, configs: Sequence[VllmConfig], shown: int) -> int:
