@@ -119,6 +119,16 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
     requests.add(request("a"))
 
 
+def test_streamed_input_is_refused_with_its_first_part() -> None:
+    """Prefill would keep its KV for parts that it is never sent."""
+    first = request("a")
+    first.resumable = True
+    requests = table()
+    with pytest.raises(ValueError, match="streamed input"):
+        requests.add(first)
+    assert len(requests) == 0
+
+
 def test_late_word_of_an_abort_does_not_touch_the_next_request_of_that_id() -> None:
     requests = table()
     requests.add(request("a"))

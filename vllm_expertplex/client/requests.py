@@ -116,16 +116,17 @@ class RequestTable:
     # -- from the API side ---------------------------------------------------------------------
 
     def add(self, request: EngineCoreRequest) -> list[Action]:
-        """A new request goes to a prefill server. Raises NoServerLeft, and ValueError for an id
-        that is in use: its server could not tell the two apart.
+        """A new request goes to a prefill server. Raises NoServerLeft, and ValueError for streamed
+        input and for an id that is in use: its server could not tell the two apart.
         """
         if request.abort_immediately:
             # vLLM's own word that a request with transferred KV was rejected before admission.
             return [Send(self._any_decode(), request)]
+        if request.resumable:
+            raise ValueError("streamed input is not supported by ExpertPlex; send it as one prompt")
         if request.request_id in self._entries:
             raise ValueError(
-                f"request id {request.request_id!r} is still in use; give each request its own "
-                "(streamed input, which reuses one, is not supported by ExpertPlex)"
+                f"request id {request.request_id!r} is still in use; give each request its own"
             )
         load = _prompt_tokens(request)
         router = self.routers[PREFILL]
