@@ -13,7 +13,7 @@ from vllm import forward_context
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from vllm_expertplex.executor import microbatches, turns
+from vllm_expertplex.executor import turns
 from vllm_expertplex.executor.microbatches import cutting, run_in_turns, sliced
 from vllm_expertplex.executor.turns import PartnerFailed, Turns, taking
 
@@ -92,7 +92,7 @@ def test_halves_of_a_step_take_turns_and_see_their_own_context(second: ThreadPoo
 
     x = torch.arange(7)
     parts = [sliced({"x": x, "y": None}, part) for part in (slice(0, 3), slice(3, 7))]
-    out = run_in_turns(model, parts, ["context 0", "context 1"], second, lambda: None)
+    out = run_in_turns(model, parts, ["context 0", "context 1"], second, lambda: None, 10)
     forward_context._forward_context = None
     assert torch.equal(out, x + 1)
     assert seen == [(layer, half) for layer in range(3) for half in range(2)]
@@ -112,15 +112,11 @@ def test_what_stops_one_half_is_raised_and_the_other_ends(
 
     parts = [{"x": torch.zeros(1)}] * 2
     with pytest.raises(ValueError, match="bad layer"):
-        run_in_turns(model, parts, [None, None], second, lambda: None)
+        run_in_turns(model, parts, [None, None], second, lambda: None, 10)
     assert second.submit(lambda: 1).result(5) == 1
 
 
-def test_a_second_half_that_cannot_begin_says_why(
-    second: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(microbatches, "_TURN_S", 5.0)
-
+def test_a_second_half_that_cannot_begin_says_why(second: ThreadPoolExecutor) -> None:
     def no_device() -> None:
         raise OSError("no such device")
 
@@ -130,14 +126,13 @@ def test_a_second_half_that_cannot_begin_says_why(
 
     parts = [{"x": torch.zeros(1)}] * 2
     with pytest.raises(OSError, match="no such device"):
-        run_in_turns(model, parts, [None, None], second, no_device)
+        run_in_turns(model, parts, [None, None], second, no_device, 5)
 
 
 @pytest.mark.parametrize("layers", [0, 1])
 def test_nobody_waits_for_ever_for_a_half_that_hangs(
-    second: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, layers: int
+    second: ThreadPoolExecutor, layers: int
 ) -> None:
-    monkeypatch.setattr(microbatches, "_TURN_S", 0.1)
     release, ended = threading.Event(), threading.Event()
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +146,7 @@ def test_nobody_waits_for_ever_for_a_half_that_hangs(
     parts = [{"x": torch.zeros(1)}] * 2
     try:
         with pytest.raises(TimeoutError, match="number 1"):
-            run_in_turns(model, parts, [None, None], second, lambda: None)
+            run_in_turns(model, parts, [None, None], second, lambda: None, 0.1)
         assert not ended.is_set()
     finally:
         release.set()

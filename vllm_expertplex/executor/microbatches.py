@@ -27,7 +27,8 @@ from vllm.v1.worker import ubatching
 from vllm_expertplex.executor.turns import PartnerFailed, Turns, taking
 
 HALVES = 2
-# Between two turns a half queues the kernels of one layer; compiling some of them takes seconds.
+# Between two turns a half computes one layer, or queues its kernels, of which some are compiled
+# first; on CPUs it has waited for its experts as well, which has a deadline of its own.
 _TURN_S = 120.0
 
 
@@ -49,9 +50,12 @@ def prepared(vllm_config: VllmConfig) -> VllmConfig:
     return mine
 
 
-def install(runner: Any, vllm_config: VllmConfig, tokens: int) -> None:
-    """Cut steps of at least `tokens` tokens of `runner`, a GPUModelRunner that has its model."""
-    runner._model_forward = Halves(runner, vllm_config)
+def install(runner: Any, vllm_config: VllmConfig, tokens: int, moe_timeout_s: float) -> None:
+    """Cut steps of at least `tokens` tokens of `runner`, a GPUModelRunner that has its model.
+
+    `moe_timeout_s`: the deadline of a remote layer.
+    """
+    runner._model_forward = Halves(runner, vllm_config, _TURN_S + moe_timeout_s)
     runner._determine_batch_execution_and_padding = cutting(
         runner._determine_batch_execution_and_padding, tokens
     )
@@ -82,8 +86,9 @@ class Halves:
     turns. The first half runs in the caller's thread.
     """
 
-    def __init__(self, runner: Any, vllm_config: VllmConfig) -> None:
+    def __init__(self, runner: Any, vllm_config: VllmConfig, turn_s: float) -> None:
         self._whole, self._runner, self._vllm_config = runner._model_forward, runner, vllm_config
+        self._turn_s = turn_s
         self._second = ThreadPoolExecutor(1, thread_name_prefix="microbatch")
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
@@ -92,9 +97,9 @@ class Halves:
             return self._whole(**inputs)
         contexts = [self._context(whole, i) for i in range(HALVES)]
         parts = [sliced(inputs, part.token_slice) for part in whole.ubatch_slices]
-        model = self._runner.get_model()
+        model, same_stream = self._runner.get_model(), self._same_stream()
         try:
-            return run_in_turns(model, parts, contexts, self._second, self._same_stream())
+            return run_in_turns(model, parts, contexts, self._second, same_stream, self._turn_s)
         finally:
             forward_context._forward_context = whole
 
@@ -141,12 +146,13 @@ def run_in_turns(
     contexts: list[Any],
     second: ThreadPoolExecutor,
     prepare_thread: Callable[[], None],
+    turn_s: float,
 ) -> torch.Tensor:
     """Both halves' outputs, one behind the other. Part 1 runs in the thread of `second`, which
     calls `prepare_thread` first. Raises what stopped either of them; then neither is still running,
-    but for one that hangs.
+    but for one that has kept its turn for more than `turn_s`.
     """
-    turns = Turns(HALVES, _TURN_S)
+    turns = Turns(HALVES, turn_s)
 
     @torch.inference_mode()
     def half(i: int) -> torch.Tensor:
@@ -168,10 +174,10 @@ def run_in_turns(
     try:
         mine = half(0)
     except BaseException as error:
-        ended = wait([other], _TURN_S).done  # it fails when its turn should come
+        ended = wait([other], turn_s).done  # it fails when its turn should come
         if ended and isinstance(error, PartnerFailed):
             other.result()  # raises what stopped it
         raise
-    if not wait([other], _TURN_S).done:
-        raise TimeoutError(f"number 1 has not ended {_TURN_S:g} s after number 0")
+    if not wait([other], turn_s).done:
+        raise TimeoutError(f"number 1 has not ended {turn_s:g} s after number 0")
     return torch.cat([mine, other.result()])

@@ -14,7 +14,7 @@ patch installs beyond where it goes.
 | lost-server-error | `GenerateBaseServing._raise_if_error` says which server was lost | vLLM ends such a request with "Internal server error" alone | a reason in vLLM's outputs |
 | forkserver | `v1.engine.utils.get_mp_context` returns Python's fork server context | one import of vLLM for all servers instead of one each | `forkserver` among vLLM's start methods |
 | kv-free-requests | `InputProcessor._validate_params` refuses more than one token under `--executor asyncep` with kv_free | a request must be refused before vLLM has registered it | a hook to validate requests |
-| microbatches | `executor/microbatches.py` puts itself before a prefill server's model and `GPUModelRunner._determine_batch_execution_and_padding` | vLLM cuts steps in two only under data parallelism, with an all-to-all of its own | microbatching that a plugin can choose |
+| microbatches | `executor/microbatches.py` puts itself before `_model_forward` and `_determine_batch_execution_and_padding` of a prefill server's `GPUModelRunner` | vLLM cuts steps in two only under data parallelism, with an all-to-all of its own | microbatching that a plugin can choose |
 | nixl-progress | `nixl_agent_config` without progress thread (CPU) | the thread spins a core per server | an option in vLLM's NIXL connector |
 
 The first five are applied in every process, so plain `vllm serve` gets the CPU fixes too;

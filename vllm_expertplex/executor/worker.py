@@ -71,7 +71,8 @@ class AttentionWorker:
         for peer in peers:
             peer.layer_names = layer_names
         if self._tbo_tokens:
-            microbatches.install(self.model_runner, self.vllm_config, self._tbo_tokens)
+            deadline_s = settings.config.moe_timeout_s
+            microbatches.install(self.model_runner, self.vllm_config, self._tbo_tokens, deadline_s)
         model = self.model_runner.get_model()
         _check_no_experts(me, model)
         write_record(
