@@ -52,7 +52,7 @@ def decode_step_tokens(vllm_config: Any) -> int:
 
 
 def slot_owners(config: ExpertPlexConfig) -> list[SlotOwner]:
-    """Whose the slots of a MoE server's GPU are, in their order: one per attention server, and a
+    """Whose the slots of a MoE server are, in their order: one per attention server, and a
     second one for prefill servers whose steps run as two microbatches.
     """
     layout = config.parsed_layout

@@ -2,8 +2,8 @@
 
 Owns: the life of such a server. Must not know: operations, requests, other MoE servers.
 
-The process' own GPU is device 0; it must see the attention servers' GPUs as well, because it
-writes into their memory.
+The process sees its own GPU alone. It writes into the attention servers' memory all the same: what
+CUDA IPC has opened needs no visible device.
 """
 
 import time
