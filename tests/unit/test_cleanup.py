@@ -133,9 +133,10 @@ def test_a_killed_guardian_is_not_missed(tmp_path: Path) -> None:
     assert ENV_RUN_DIR not in os.environ
 
 
-def children_named(name: str) -> list[int]:
+def children_named(name: str, parent: int | None = None) -> list[int]:
     found = []
-    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+    parent = parent or os.getpid()
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         with contextlib.suppress(OSError):
             if name.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(int(child))
@@ -230,26 +231,40 @@ def test_segments_of_killed_processes_go_and_no_other_file(
 
 
 def test_stale_runs_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
-    def run(name: str, owner: str | None) -> Path:
+    def run(name: str) -> Path:
         path = tmp_path / name
         path.mkdir()
-        if owner is not None:
-            (path / "owner").write_text(owner)
         return path
 
-    process = subprocess.Popen(["true"])
-    dead = process.pid
-    process.wait()
-    me = os.getpid()
-    live = run("expertplex-live", f"{me} {cleanup.start_time(me)}")
-    starting = run("expertplex-starting", None)
-    garbled = run("expertplex-garbled", "not a process")
-    foreign = run("other-dead", f"{dead} 1")
-    stale = {run("expertplex-dead", f"{dead} 1"), run("expertplex-reused-pid", f"{me} 1")}
+    live, starting, foreign = (
+        run(f"{name}-1") for name in ("expertplex", "expertplex-new", "other")
+    )
+    stale = {run("expertplex-killed"), run("expertplex-reused-pid")}
+    for path in (foreign, *stale):
+        (path / "owner").write_text(str(os.getpid()))
     (tmp_path / "expertplex-file").write_text("")
-    assert set(cleanup.remove_stale_runs(tmp_path, "expertplex-")) == stale
-    assert all(not path.exists() for path in stale)
-    assert all(path.exists() for path in (live, starting, garbled, foreign))
+    with cleanup.own(live):
+        # As another container with the same /dev/shm sees it: no such process.
+        (live / "owner").write_text("4194305")
+        assert set(cleanup.remove_stale_runs(tmp_path, "expertplex-")) == stale
+        assert all(not path.exists() for path in stale)
+        assert all(path.exists() for path in (live, starting, foreign))
+    assert cleanup.remove_stale_runs(tmp_path, "expertplex-") == [live]
+
+
+def test_a_run_is_live_to_others_until_its_process_is_gone(tmp_path: Path) -> None:
+    serve = Serve(tmp_path / "serve.py", "wait")
+    name = serve.run_dir.name
+    assert cleanup.remove_stale_runs(SHM, name) == []
+    (watcher,) = children_named("guardian.py", serve.process.pid)
+    for pid in (watcher, serve.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    serve.process.wait()
+    try:
+        assert cleanup.remove_stale_runs(SHM, name) == [serve.run_dir]
+    finally:
+        cleanup.kill_all(serve.pids)
+        serve.segment.unlink(missing_ok=True)
 
 
 def ignored(pid: int) -> int:

@@ -8,12 +8,14 @@ which ones belong to it whatever happened to the process that started them.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 import signal
 import time
 from pathlib import Path
+from typing import IO
 
 _TRACKER = b"multiprocessing.resource_tracker"
 _SHM = Path("/dev/shm")
@@ -124,24 +126,33 @@ def _mapped(pids: list[int]) -> set[Path]:
     return found
 
 
+def own(run_dir: Path) -> IO[bytes]:
+    """Mark a run as alive for as long as this process keeps the returned file open.
+
+    The mark is a lock: a process id would mean another process, or none, to another container that
+    shares the directory.
+    """
+    partial = run_dir / "owner.partial"
+    file = partial.open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.write(str(os.getpid()).encode())
+    file.flush()
+    partial.rename(run_dir / "owner")  # which is never there without the lock
+    return file
+
+
 def remove_stale_runs(parent: Path, prefix: str) -> list[Path]:
-    """Remove run directories whose owner, named in their `owner` file, is gone."""
+    """Remove this user's run directories that no process owns any more."""
     removed = []
-    for run_dir in parent.glob(f"{prefix}*"):
+    for owner in parent.glob(f"{prefix}*/owner"):
+        run_dir = owner.parent
         try:
-            pid, started = (run_dir / "owner").read_text().split()
-            stale = run_dir.stat().st_uid == os.getuid() and start_time(int(pid)) != started
-        except (OSError, ValueError):
-            continue  # half made by a start under way, or another user's
-        if stale:
-            shutil.rmtree(run_dir, ignore_errors=True)
-            removed.append(run_dir)
+            if run_dir.stat().st_uid != os.getuid():
+                continue
+            with owner.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # owned, or gone meanwhile
+        shutil.rmtree(run_dir, ignore_errors=True)
+        removed.append(run_dir)
     return removed
-
-
-def start_time(pid: int) -> str | None:
-    """When `pid` started, in clock ticks since boot: with the pid it names one process for ever."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None

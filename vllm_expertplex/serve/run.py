@@ -32,9 +32,9 @@ def run_directory() -> Iterator[Path]:
     cleanup.remove_stale_runs(parent, _PREFIX)
     run_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
     before = {name: os.environ.get(name) for name in _VARIABLES}
-    watcher = None
+    owner = watcher = None
     try:  # a signal may come at any time from here on
-        (run_dir / "owner").write_text(f"{os.getpid()} {cleanup.start_time(os.getpid())}")
+        owner = cleanup.own(run_dir)
         os.environ |= {name: str(run_dir) for name in _VARIABLES}
         tempfile.tempdir = str(run_dir)
         watcher = guardian.start(run_dir, ENV_RUN_DIR)
@@ -47,6 +47,8 @@ def run_directory() -> Iterator[Path]:
             else:
                 os.environ[name] = value
         tempfile.tempdir = None
+        if owner is not None:
+            owner.close()
         if watcher is not None:
             assert watcher.stdin is not None
             watcher.stdin.close()
