@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +131,10 @@ class Server:
         """What an ended server left: processes and shared-memory files, after `grace_s` at most."""
         deadline = time.monotonic() + grace_s
         while True:
-            found = [f"process {p.pid} {' '.join(p.cmdline())[:80]}" for p in self.processes()]
+            found = [f"process {p.pid} {command(p)[:80]}" for p in self.processes()]
             found += [str(path) for path in sorted(self._shm) if path.exists()]
-            found += [
-                str(owner.parent)
-                for owner in Path("/dev/shm").glob("expertplex-*/owner")
-                if owner.read_text().split()[0] == str(self.process.pid)
-            ]
+            if run_dir := run_dir_of(self.process.pid):
+                found.append(str(run_dir))
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.2)
@@ -149,6 +146,23 @@ class Server:
             except OSError:
                 continue  # ended meanwhile
             self._shm |= {Path(path) for path in re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE)}
+
+
+def run_dir_of(pid: int) -> Path | None:
+    """The run directory of the serve process `pid`, while it exists."""
+    for owner in Path("/dev/shm").glob("expertplex-*/owner"):
+        with suppress(OSError, IndexError):  # being written, or removed
+            if owner.read_text().split()[0] == str(pid):
+                return owner.parent
+    return None
+
+
+def command(process: psutil.Process) -> str:
+    """The command line of a process, which may end at any moment."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return "(ended meanwhile)"
 
 
 def interrupt_on_sigterm() -> None:

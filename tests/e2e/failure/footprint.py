@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.server import Server
+from tests.e2e.server import Server, command, run_dir_of
 
 _SHM = Path("/dev/shm")
 
@@ -38,7 +38,7 @@ class Footprint:
 
     def note(self) -> None:
         if self._run_dir is None:
-            self._run_dir = _run_dir_of(self._server.process.pid)
+            self._run_dir = run_dir_of(self._server.process.pid)
         for process in self._server.processes():
             with suppress(psutil.Error, OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
@@ -72,7 +72,7 @@ class Footprint:
         return found
 
     def _look(self) -> list[str]:
-        found = [f"process {p.pid} {_command(p)}" for p in self._server.processes()]
+        found = [f"process {p.pid} {command(p)[:80]}" for p in self._server.processes()]
         for pid, started in self._guardians.items():
             with suppress(psutil.Error):
                 if psutil.Process(pid).create_time() == started:
@@ -86,17 +86,3 @@ class Footprint:
         found += [f"file {path}" for path in self._scratch.rglob("*")]
         listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN"}
         return found + [f"port {port}" for port in sorted(self._ports & listening)]
-
-
-def _run_dir_of(pid: int) -> Path | None:
-    for owner in _SHM.glob("expertplex-*/owner"):
-        with suppress(OSError, IndexError):
-            if owner.read_text().split()[0] == str(pid):
-                return owner.parent
-    return None
-
-
-def _command(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline())[:80]
-    return "(ended meanwhile)"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.failure.conftest import Deployment, Start
+from tests.e2e.server import command
 
 pytestmark = pytest.mark.e2e
 
@@ -175,7 +176,7 @@ def await_servers(deployment: Deployment, word: str | None = None) -> None:
     deadline = time.monotonic() + FAILED_S
     while True:
         deployment.footprint.note()
-        names = " ".join(part for p in deployment.server.processes() for part in p.cmdline())
+        names = " ".join(command(process) for process in deployment.server.processes())
         started = "expertplex-moe-0" in names and names.count("EngineCore") >= 2
         if started if word is None else word in deployment.server.log.read_text():
             return
