@@ -18,7 +18,7 @@ struct SharedMemory {
   Claimer claimer;                              // the leader's
   StageCache known;
   Tally tally;                  // the leader's
-  uint64_t deadline;            // %globaltimer; 0 ends every wait of this CTA
+  uint64_t deadline;            // %globaltimer, odd; 0 ends every wait of this CTA
   uint64_t tile_deadline;       // the same, for the leader's waits on its tiles
   Operation arriving;           // the controller's
   Coalescer coalescer;          // the same

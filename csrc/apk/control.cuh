@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend_host(SharedMemory& sh, const Launch& p, u
 __device__ __forceinline__ void watch(SharedMemory& sh, const Launch& p, uint32_t cluster) {
   uint32_t told = kRun;
   uint64_t tell_at = p.tallies ? global_ns() + kTellNs : ~uint64_t{0};
-  while (load_relaxed(sh.ended) == 0) {
+  while (atomicOr(&sh.ended, 0u) == 0) {
     const uint64_t now = global_ns();
     if (cluster == 0) attend_host(sh, p, now, told);
     if (now >= tell_at) {

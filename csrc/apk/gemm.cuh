@@ -168,7 +168,7 @@ __device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, f
     for (uint32_t k = 0; k < kBlocks; ++k, pipe.advance()) {
       const float2 b =
           kN > 128 ? *reinterpret_cast<const float2*>(sfb + 2 * k) : float2{sfb[2 * k], 0.0f};
-      mem.full[pipe.stage].wait(pipe.parity, deadline);
+      mem.full[pipe.stage].wait_or_abort(pipe.parity, deadline);
       const float a0 = mem.row_scales[pipe.stage][scale_row],
                   a1 = mem.row_scales[pipe.stage][scale_row + 8];
       product(acc, false);
@@ -189,7 +189,7 @@ __device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, f
   } else {
 #pragma unroll 2
     for (uint32_t k = 0; k < kBlocks; ++k, pipe.advance()) {
-      mem.full[pipe.stage].wait(pipe.parity, deadline);
+      mem.full[pipe.stage].wait_or_abort(pipe.parity, deadline);
       product(sum, k != 0);
     }
   }
@@ -199,7 +199,7 @@ __device__ __forceinline__ void multiply(GemmMemory& mem, PipelineState& pipe, f
 __device__ __forceinline__ void skip(GemmMemory& mem, PipelineState& pipe, uint32_t k_blocks,
                                      const uint64_t* deadline) {
   for (uint32_t k = 0; k < k_blocks; ++k, pipe.advance()) {
-    mem.full[pipe.stage].wait(pipe.parity, deadline);
+    mem.full[pipe.stage].wait_or_abort(pipe.parity, deadline);
     if (thread_index() % 32 < kCluster) mem.empty[pipe.stage].arrive_at(thread_index() % 32);
   }
 }

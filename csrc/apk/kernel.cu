@@ -81,6 +81,7 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
     if (lane == 0) {
       if (ok) found = claim_again(s, claimer, m.tile);
       if (found == Found::kStop) found = claim_any(sh, p, at, m.tile);
+      if (found == Found::kStop && !ended_before(sh, at)) found = Found::kOverdue;
       if (found == Found::kTile) stamp_first(p, m.tile);
       if (found == Found::kOverdue) {
         const bool out = global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline);
@@ -144,7 +145,7 @@ __device__ __forceinline__ void produce(SharedMemory& sh, const Launch& p, uint3
       sh.gemm.scales_full[at.slot()].arrive();
     }
   }
-  if (lane == 0) store_relaxed(sh.ended, 1u);
+  if (lane == 0) atomicExch(&sh.ended, 1u);
   for (uint32_t i = 0; i < kStages; ++i, pipe.advance())
     sh.gemm.empty[pipe.stage].wait(pipe.parity ^ 1, &sh.deadline);
 }
@@ -282,7 +283,7 @@ extern "C" __global__ void __cluster_dims__(apk::kCluster, 1, 1) __launch_bounds
     }
     sh.claim_next.init(1);
     sh.peer_finished = sh.ended = 0;
-    sh.deadline = p.max_ns ? start_ns + p.max_ns : ~uint64_t{0};
+    sh.deadline = p.max_ns ? (start_ns + p.max_ns) | 1 : ~uint64_t{0};
     sh.tally = Tally{};
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();

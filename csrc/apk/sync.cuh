@@ -71,25 +71,38 @@ struct Barrier {
                  : "memory");
   }
 
-  // The polling loop stays inside one asm block: a C++ loop with an exit in the math warps'
-  // mainloop costs the compiler its register allocation at 64x192 accumulators. The first try is
-  // outside the loop, so that ptxas can begin it long before its outcome is needed: in the
-  // mainloop, while the sums of the K block before are scaled.
+  // The polling loops stay inside one asm block: a C++ loop with an exit in the math warps'
+  // mainloop costs the compiler its register allocation at 64x192 accumulators.
   __device__ __forceinline__ bool wait(uint32_t parity, const uint64_t* deadline) {
     uint32_t ok;
     asm volatile(
         "{\n.reg .pred done, early;\n.reg .u64 now, limit;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "POLL: mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
         "@done bra END;\n"
-        "POLL: mov.u64 now, %%globaltimer;\nld.volatile.shared.u64 limit, [%3];\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "@done bra END;\n"
+        "mov.u64 now, %%globaltimer;\nld.volatile.shared.u64 limit, [%3];\n"
         "setp.lt.u64 early, now, limit;\n@early bra POLL;\n"
         "END: selp.u32 %0, 1, 0, done;\n}"
         : "=r"(ok)
         : "r"(smem_addr(this)), "r"(parity), "r"(smem_addr(deadline))
         : "memory");
     return ok != 0;
+  }
+  // For the mainloop, which has no cycle to spare: until its barrier or an abort (the low half of
+  // the deadline, otherwise never zero), into which the leader's watch over its tiles turns a
+  // deadline that has passed. The first try is outside the loop, so that ptxas can begin it long
+  // before its outcome is needed, while the sums of the K block before are scaled.
+  __device__ __forceinline__ void wait_or_abort(uint32_t parity, const uint64_t* deadline) {
+    asm volatile(
+        "{\n.reg .pred done, on;\n.reg .u32 limit;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra END;\n"
+        "POLL: ld.volatile.shared.u32 limit, [%2];\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra END;\n"
+        "setp.ne.u32 on, limit, 0;\n@on bra POLL;\n"
+        "END:\n}" ::"r"(smem_addr(this)),
+        "r"(parity), "r"(smem_addr(deadline))
+        : "memory");
   }
   // The same, for what another CTA of the cluster wrote.
   __device__ __forceinline__ bool wait_cluster(uint32_t parity, const uint64_t* deadline) {
