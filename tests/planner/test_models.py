@@ -90,3 +90,87 @@ def test_an_unknown_quantisation_is_refused() -> None:
     config = {**CATALOGUE["olmoe-1b-7b-0924"], "quantization_config": {"quant_method": "odd"}}
     with pytest.raises(ValueError, match="bytes per weight"):
         from_config(config, "x")
+
+
+_PLAIN = {
+    "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+_MLA = CATALOGUE["deepseek-v3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ({"num_local_experts": -8}, "num_local_experts"),
+        ({"num_local_experts": 8.5}, "num_local_experts"),
+        ({"num_local_experts": "eight"}, "num_local_experts"),
+        ({"num_local_experts": [8]}, "num_local_experts"),
+        ({"num_local_experts": 10**6}, "num_local_experts"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers"),
+        ({"hidden_size": float("nan")}, "hidden_size"),
+        ({"hidden_size": float("inf")}, "hidden_size"),
+        ({"hidden_size": 10**400}, "hidden_size"),
+        ({"num_attention_heads": 100}, "hidden_size 64 over 100 heads"),
+        ({"mlp_only_layers": [0, 1]}, "no MoE layer"),
+        ({"first_k_dense_replace": 5}, "no MoE layer"),
+        ({"mlp_layer_types": ["dense", "dense"]}, "no MoE layer"),
+        ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
+        ({"mlp_layer_types": "sparse"}, "mlp_layer_types"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"layer_types": ["mamba", "full_attention"]}, "'mamba'"),
+        ({"layer_types": ["linear_attention"] * 2}, "linear_num_value_heads"),
+        ({"layer_types": ["compressed_attention"] * 2}, "head_dim"),
+        ({"attn_layer_period": 8}, "attn_layer_period"),
+        ({"hybrid_override_pattern": "MEM*"}, "hybrid_override_pattern"),
+        ({"quantization_config": "fp8"}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}}, "block"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "block"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": -4}}, "bits"),
+        ({"quantization_config": {"quant_method": "x", "config_groups": [1]}}, "config_groups"),
+        ({"text_config": [1]}, "text_config"),
+        ({"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers"),
+        ({**_MLA, "kv_lora_rank": -512}, "kv_lora_rank"),
+        ({**_MLA, "kv_lora_rank": "512"}, "kv_lora_rank"),
+        ({**_MLA, "qk_nope_head_dim": None}, "qk_nope_head_dim"),
+        ({**_MLA, "v_head_dim": None}, "v_head_dim"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_is_refused_by_name(changes, expected: str) -> None:
+    with pytest.raises(ValueError, match="model 'odd'") as refused:
+        from_config({**_PLAIN, **changes}, "odd")
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "null", '"x"', b"\xff\xfe\x00"], ids=lambda text: repr(text)
+)
+def test_a_file_that_is_no_config_is_named(text, tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=str(path)):
+        load_model(str(path))
+
+
+def test_weights_scaled_by_channel_have_no_groups() -> None:
+    """AWQ and GPTQ write group_size -1 for it."""
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    model = from_config({**_PLAIN, "quantization_config": quantization}, "x")
+    assert model.expert_bytes == pytest.approx(0.5, abs=1e-6)
+
+
+def test_layers_of_linear_attention_are_counted_from_their_interval() -> None:
+    """Qwen3-Next's published config.json has no list of layer types."""
+    listed = CATALOGUE["qwen3-next-80b-a3b-instruct"]
+    published = {k: v for k, v in listed.items() if k != "layer_types"}
+    model = from_config({**published, "full_attention_interval": 4}, "x")
+    assert model == from_config(listed, "x")
+
+
+def test_moe_layers_beyond_the_last_layer_are_not_counted() -> None:
+    model = from_config({**_PLAIN, "moe_layers": [1, 2, 3]}, "x")
+    assert (model.moe_layers, model.dense_layers) == (1, 1)
