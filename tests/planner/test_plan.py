@@ -50,6 +50,17 @@ def test_every_assumption_has_its_reason() -> None:
         (["minimax-m2.7", "--ttft", "0.01"], "what would do: a TTFT of"),
         (["minimax-m2.7", "--tpot", "0.004"], "what would do: a TPOT of"),
         (["minimax-m2.7", "--ttft", "0.01", "--tpot", "0.004"], "together"),
+        (["minimax-m2.7", "--layout", "1P1D1E"], "cannot serve this load"),
+    ],
+)
+def test_what_cannot_be_served_says_what_would_do(words, expected, capsys) -> None:
+    assert run(*words, *COARSE) == 1
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
         (["minimax-m2.7", "--gpu", "tpu"], "known are h800, h100, h200, b200"),
         (["minimax-m2.7", "--workload", "lots"], "expected INPUT/OUTPUT"),
         (["minimax-m2.7", "--set", "speed=2"], "assumption 'speed' is unknown"),
@@ -60,8 +71,8 @@ def test_every_assumption_has_its_reason() -> None:
         (["minimax-m2.7", "--gpus", "12", "--placement", "alike"], "whole nodes"),
     ],
 )
-def test_impossible_inputs_say_what_would_do(words, expected, capsys) -> None:
-    assert run(*words, *COARSE) == 1
+def test_impossible_inputs_are_named(words, expected, capsys) -> None:
+    assert run(*words, *COARSE) == 2
     assert expected in capsys.readouterr().err
 
 

@@ -1,6 +1,8 @@
 """Profiles: the fit recovers a truth, the file reads back, the kernels answer from it."""
 
 import argparse
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,5 +99,47 @@ def test_a_profile_of_another_model_is_refused(tiny) -> None:
 def test_a_large_model_is_not_measured_on_a_cpu(capsys) -> None:
     parser = argparse.ArgumentParser()
     profile_cli.add_arguments(parser)
-    assert profile_cli.run(parser.parse_args(["minimax-m2.7"])) == 1
+    assert profile_cli.run(parser.parse_args(["minimax-m2.7"])) == 2
     assert "profile a small model here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--threads", "0"], "--threads 0"),
+        (["--threads", "-1"], "--threads -1"),
+        (["--tile", "0"], "--tile 0"),
+        (["--tile", "-4"], "--tile -4"),
+        (["--most-tokens", "0"], "--most-tokens 0"),
+        (["--most-tokens", "40"], "--most-tokens 40"),
+        (["-o", "/none/profile.json"], "--output"),
+        (["--device", "cuda"], "GPU"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_at_once(
+    words, expected, tiny, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    parser = argparse.ArgumentParser()
+    profile_cli.add_arguments(parser)
+    assert profile_cli.run(parser.parse_args([tiny[0], *words])) == 2
+    shown = capsys.readouterr()
+    assert expected in shown.err
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"moe": []}, {"sms": 0}, {"prefill_tile": 0}, {"version": 2},
+        {"prefill_attention": {"terms": ["y"], "coefficients": [1.0], "points": 9,
+         "held_out_points": 3, "held_out_mean_error": 0.1, "held_out_max_error": 0.1}},
+        {"decode_attention": {"terms": ["1", "x"], "coefficients": [1.0], "points": 9,
+         "held_out_points": 3, "held_out_mean_error": 0.1, "held_out_max_error": 0.1}},
+    ],
+)  # fmt: skip
+def test_a_profile_that_cannot_be_is_refused(change, tiny, tmp_path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(json.loads(Path(tiny[1]).read_text()) | change))
+    with pytest.raises(ValueError, match=str(path)):
+        read_profile(str(path))

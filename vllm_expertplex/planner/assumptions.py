@@ -3,7 +3,11 @@
 Owns: their values, units and reasons; a plan prints them. Must not know: how they are used.
 """
 
+from typing import Annotated
+
 import msgspec
+
+from vllm_expertplex.planner.numbers import Amount, Count, Positive, Share, checked, parse
 
 US = 1e-6
 GB = 1e9
@@ -12,35 +16,35 @@ GB = 1e9
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Constants with a stated reason (`REASONS`). Times in seconds, sizes in bytes."""
 
-    ttft_share: float = 0.5
-    tpot_share: float = 0.9
-    routing_sigma: float = 0.35
-    contiguous_tile: int = 128
-    masked_tile: int = 64
-    cluster: int = 2
-    sm_step: int = 12
-    hbm_saturation: float = 0.45
-    apk_prefill_overhead: float = 0.12
-    apk_decode_overhead: float = 0.10
-    attention_floor_decode: float = 30 * US
-    attention_floor_prefill: float = 60 * US
-    moe_floor: float = 10 * US
-    signal: float = 1.2 * US
-    exchange_floor: float = 3.3 * US
-    allreduce_floor: float = 8 * US
-    rdma_latency: float = 5 * US
-    host_prefill: float = 4e-3
-    host_decode: float = 4e-3
-    memory_utilisation: float = 0.88
-    runtime_reserve: float = 4 * GB
-    graph_reserve: float = 1.5 * GB
-    combine_bytes: float = 2.0
-    buffers: str = "worst"
-    pcie_bytes_per_s: float = 50 * GB
-    gather_gamma: float = 1.2
-    prefill_tokens: int = 8192
-    decode_slots: int = 256
-    max_prefill_requests: int = 64
+    ttft_share: Share = 0.5
+    tpot_share: Share = 0.9
+    routing_sigma: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.35
+    contiguous_tile: Count = 128
+    masked_tile: Count = 64
+    cluster: Count = 2
+    sm_step: Count = 12
+    hbm_saturation: Share = 0.45
+    apk_prefill_overhead: Amount = 0.12
+    apk_decode_overhead: Amount = 0.10
+    attention_floor_decode: Amount = 30 * US
+    attention_floor_prefill: Amount = 60 * US
+    moe_floor: Amount = 10 * US
+    signal: Amount = 1.2 * US
+    exchange_floor: Amount = 3.3 * US
+    allreduce_floor: Amount = 8 * US
+    rdma_latency: Amount = 5 * US
+    host_prefill: Amount = 4e-3
+    host_decode: Amount = 4e-3
+    memory_utilisation: Share = 0.88
+    runtime_reserve: Amount = 4 * GB
+    graph_reserve: Amount = 1.5 * GB
+    combine_bytes: Positive = 2.0
+    buffers: Annotated[str, msgspec.Meta(pattern="^(worst|average)$")] = "worst"
+    pcie_bytes_per_s: Positive = 50 * GB
+    gather_gamma: Positive = 1.2
+    prefill_tokens: Count = 8192
+    decode_slots: Count = 256
+    max_prefill_requests: Count = 64
 
 
 REASONS: dict[str, str] = {
@@ -80,22 +84,17 @@ REASONS: dict[str, str] = {
 
 
 def override(assumptions: Assumptions, changes: list[str]) -> Assumptions:
-    """Apply `name=value` changes. Raises ValueError naming the assumptions there are."""
-    values = msgspec.to_builtins(assumptions)
+    """Apply `name=value` changes. Raises ValueError naming what there is, or may be."""
     for change in changes:
-        name, _, text = change.partition("=")
+        values = msgspec.to_builtins(assumptions)
+        name = change.partition("=")[0]
         if name not in values:
             raise ValueError(
                 f"assumption {name!r} is unknown; there are {', '.join(sorted(values))}"
             )
-        kind = type(values[name])
-        try:
-            values[name] = kind(text) if kind is str else kind(float(text))
-        except ValueError:
-            raise ValueError(f"assumption {change!r}: expected {name}={kind.__name__}") from None
-    if values["buffers"] not in ("worst", "average"):
-        raise ValueError(f"assumption buffers={values['buffers']!r}: expected worst or average")
-    return msgspec.convert(values, Assumptions)
+        values[name] = parse("--set", change, type(values[name]))
+        assumptions = checked("--set", change, values, Assumptions)
+    return assumptions
 
 
 def changed(assumptions: Assumptions) -> dict[str, object]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from vllm_expertplex.planner.impossible import Infeasible
 from vllm_expertplex.planner.search import search
 from vllm_expertplex.planner.setup import Setting
 
@@ -60,7 +61,7 @@ def plan_asyncep(setting: Setting, gpus: int) -> Comparison:
     """
     outputs = setting.workload.mean_output
     if outputs > 1:
-        raise ValueError(
+        raise Infeasible(
             f"the load asks for {outputs:.0f} output tokens; AsyncEP serves answers of one token, "
             "because every further token gathers all layers again: plan without --executor asyncep"
         )
@@ -68,7 +69,7 @@ def plan_asyncep(setting: Setting, gpus: int) -> Comparison:
     plans = [plan for n in sizes if (plan := _plan(setting, n, gpus // n)) is not None]
     if not plans:
         layer = setting.model.experts * setting.model.expert_weight_bytes
-        raise ValueError(
+        raise Infeasible(
             f"AsyncEP needs {setting.memory().attention_server(1) / 1e9:.1f} GB of attention "
             f"weights and three layers of {layer / 1e9:.1f} GB on every GPU, which do not fit, or "
             f"gathers longer than TTFT {setting.targets.ttft:g} s allows"

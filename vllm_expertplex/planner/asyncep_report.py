@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_expertplex.planner.asyncep import AsyncEPPlan, Comparison
@@ -12,9 +13,10 @@ from vllm_expertplex.planner.setup import Setting
 def print_comparison(found: Comparison, setting: Setting, gpus: int, console: Console) -> None:
     """Answer first, then why, then every division of the GPUs."""
     best = found.plans[0]
+    model, load = escape(setting.model.name), escape(setting.workload.name)
     console.print(
-        f"[bold]{best.copies} x {best.gpus} GPUs[/]  AsyncEP for {setting.model.name} on {gpus} x "
-        f"{setting.gpu.name}, load {setting.workload.name}, TTFT {setting.targets.ttft:g} s"
+        f"[bold]{best.copies} x {best.gpus} GPUs[/]  AsyncEP for {model} on {gpus} x "
+        f"{setting.gpu.name}, load {load}, TTFT {setting.targets.ttft:g} s"
     )
     console.print(
         f"predicted goodput [bold]{best.goodput:.3g} requests/s[/] (model, not measured); "
@@ -27,9 +29,9 @@ def print_comparison(found: Comparison, setting: Setting, gpus: int, console: Co
         options += f", offload_layers = {best.offload_layers} in --asyncep-config"
     console.print(f"- serve each with: vllm serve ... --executor asyncep {options}")
     table = Table(title="Divisions of the GPUs (predicted)")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for plan in found.plans:
-        table.add_column(f"{plan.copies} x {plan.gpus} GPUs", justify="right")
+        table.add_column(f"{plan.copies} x {plan.gpus} GPUs", justify="right", overflow="fold")
     for name, value in _ROWS.items():
         table.add_row(name, *(value(plan) for plan in found.plans))
     console.print(table)

@@ -5,10 +5,12 @@ import sys
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from vllm_expertplex.layout import Layout
-from vllm_expertplex.planner.impossible import explain
+from vllm_expertplex.planner.files import check_writable
+from vllm_expertplex.planner.impossible import Infeasible, exit_code, explain
 from vllm_expertplex.planner.plan import Plan, make_plan, write_plan
 from vllm_expertplex.planner.report import print_plan
 from vllm_expertplex.planner.search import (
@@ -62,31 +64,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print. Returns 1 with a reason on stderr when no layout serves the load."""
+    """Plan and print. Returns 1 when nothing serves the load and 2 for bad usage, with a reason
+    on stderr.
+    """
     try:
+        _check(args)
         setting = setting_from(args)
         if args.executor == "asyncep":
             return _run_asyncep(setting, args)
         plan = find_plan(
             setting, args.gpus, args.placement, args.exhaustive, args.layout, not args.one
         )
+        if args.output is not None:
+            write_plan(plan, args.output)
     except ValueError as error:
         print(f"vllm-expertplex plan: {error}", file=sys.stderr)
-        return 1
-    if args.output:
-        write_plan(plan, args.output)
+        return exit_code(error)
     if args.json:
         print(msgspec.json.encode(plan).decode())
         return 0
     console = Console()
     print_plan(plan, console, assumptions=not args.brief)
-    if args.output:
-        console.print(f"written to {args.output}: vllm serve ... --expertplex-plan {args.output}")
+    if args.output is not None:
+        file = escape(args.output)
+        console.print(f"written to {file}: vllm serve ... --expertplex-plan {file}")
     if args.compare:
         from vllm_expertplex.simulator.compare import compare
 
         compare(setting, plan.gpus, plan, console)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that would be dropped silently, or cannot be written to."""
+    check_writable("--output", args.output)
+    if args.json and args.compare:
+        raise ValueError("--json prints the plan and nothing else: leave out --json or --compare")
+    if args.executor == "asyncep":
+        for option in ("layout", "output", "compare"):
+            if getattr(args, option) not in (None, False):
+                raise ValueError(
+                    f"--{option} is for --executor expertplex: an AsyncEP plan has no layout and "
+                    f"no file, and its table compares with ExpertPlex; leave out --{option}"
+                )
 
 
 def _run_asyncep(setting: Setting, args: argparse.Namespace) -> int:
@@ -109,18 +129,18 @@ def find_plan(
     layout: str | None = None,
     split: bool = False,
 ) -> Plan:
-    """Search and explain. Raises `Infeasible` (a ValueError) when nothing serves the load.
+    """Search and explain. Raises `Infeasible` when nothing serves the load, or ValueError.
 
     split: also consider several equal deployments of whole nodes in place of one.
     """
     problem, space = setting.problem(gpus), setting.space(gpus, placement)
-    if layout:
+    if layout is not None:
         given = Layout.parse(layout)
         if given.prefill + given.decode + given.moe > gpus:
             raise ValueError(f"layout {given} needs more than the {gpus} GPUs given with --gpus")
         fixed = fixed_layout(problem, space, given)
         if fixed is None:
-            raise ValueError(
+            raise Infeasible(
                 f"layout {given} cannot serve this load within memory and targets; leave --layout "
                 "out to see whether another can"
             )

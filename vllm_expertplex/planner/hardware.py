@@ -4,9 +4,11 @@ Owns: `Gpu` and the table of known ones. Must not know: models, layouts.
 Rates are peaks; `Efficiency` says what part of a peak kernels reach, and where that figure is from.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+from vllm_expertplex.planner.numbers import Count, Positive, Share, checked, parse
 
 GB = 1e9
 
@@ -14,10 +16,10 @@ GB = 1e9
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """What part of a peak is reached. `source` says why one should believe it."""
 
-    gemm: float = 0.60
-    attention: float = 0.50
-    hbm: float = 0.72
-    link: float = 0.80
+    gemm: Share = 0.60
+    attention: Share = 0.50
+    hbm: Share = 0.72
+    link: Share = 0.80
     source: str = "assumed from the H200 measurements"
 
 
@@ -25,14 +27,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU and the links of its node. Link rates are per GPU and per direction."""
 
     name: str
-    memory_bytes: float
-    hbm_bytes_per_s: float
-    fp8_flops: float
-    bf16_flops: float
-    sms: int
-    nvlink_bytes_per_s: float
-    rdma_bytes_per_s: float = 50 * GB
-    gpus_per_node: int = 8
+    memory_bytes: Positive
+    hbm_bytes_per_s: Positive
+    fp8_flops: Positive
+    bf16_flops: Positive
+    sms: Annotated[int, msgspec.Meta(ge=2, le=10_000)]
+    nvlink_bytes_per_s: Positive
+    rdma_bytes_per_s: Positive = 50 * GB
+    gpus_per_node: Count = 8
     efficiency: Efficiency = Efficiency()
     source: str = "data sheet"
 
@@ -122,11 +124,12 @@ def load_gpu(name: str) -> Gpu:
 def override(gpu: Gpu, changes: list[str]) -> Gpu:
     """Apply `field=value` changes (`efficiency.gemm=0.5` included); the source says so.
 
-    Raises ValueError naming the fields there are.
+    Raises ValueError naming the fields there are, or what one may be.
     """
-    values = msgspec.to_builtins(gpu)
+    source = gpu.source
     for change in changes:
-        path, _, text = change.partition("=")
+        values = msgspec.to_builtins(gpu)
+        path = change.partition("=")[0]
         target, key = values, path
         if path.startswith("efficiency."):
             target, key = values["efficiency"], path.removeprefix("efficiency.")
@@ -136,10 +139,8 @@ def override(gpu: Gpu, changes: list[str]) -> Gpu:
                 f"{', '.join(k for k, v in values.items() if not isinstance(v, str | dict))}, "
                 "efficiency.gemm, efficiency.attention, efficiency.hbm, efficiency.link"
             )
-        try:
-            target[key] = type(target[key])(float(text))
-        except ValueError:
-            raise ValueError(f"--gpu-set {change!r}: expected field=number") from None
+        target[key] = parse("--gpu-set", change, type(target[key]))
+        gpu = checked("--gpu-set", change, values, Gpu)
     if changes:
-        values["source"] += f"; changed by hand: {', '.join(changes)}"
-    return msgspec.convert(values, Gpu)
+        source += f"; changed by hand: {', '.join(changes)}"
+    return msgspec.structs.replace(gpu, source=source)

@@ -16,7 +16,12 @@ NO_TARGET = 1e6  # seconds
 
 
 class Infeasible(ValueError):
-    """No layout serves the load; the message says what would."""
+    """Nothing serves the load; the message says what would."""
+
+
+def exit_code(error: ValueError) -> int:
+    """Of a command that ends with `error`: 1 for a load that cannot be served, 2 for bad usage."""
+    return 1 if isinstance(error, Infeasible) else 2
 
 
 def explain(setting: Setting, gpus: int, placement: str) -> Infeasible:
@@ -105,12 +110,10 @@ def _targets(setting: Setting, gpus: int, placement: str) -> str | None:
 
 
 def _least(feasible: Callable[[float], bool], low: float) -> float:
-    """Smallest feasible target above `low`, to 1 %, rounded up to three digits."""
-    high = low
-    while not feasible(high):
-        low, high = high, high * 4
+    """Smallest feasible target above `low`, to 1 %, rounded up to three digits; there is one."""
+    high = NO_TARGET
     while high / low > 1.01:
-        middle = (low * high) ** 0.5
+        middle = low**0.5 * high**0.5
         low, high = (low, middle) if feasible(middle) else (middle, high)
     digit = 10.0 ** (math.floor(math.log10(high)) - 2)
     return math.ceil(high / digit) * digit

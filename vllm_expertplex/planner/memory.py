@@ -89,4 +89,4 @@ class Memory:
     def kv_tokens(self, tp: int, beside: float = 0.0) -> float:
         """KV capacity in tokens of one group whose GPUs hold `beside` bytes more of weights."""
         free = self.usable - self.attention_server(tp) - beside
-        return max(0.0, free / self.model.kv_share(tp) / self.model.kv_bytes_per_token)
+        return max(0.0, free / self.model.kv_share(tp) / max(self.model.kv_bytes_per_token, 1.0))

@@ -3,13 +3,15 @@
 Owns: the plan file, and the reasons. Must not know: terminals (`report.py`), servers.
 """
 
-from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from vllm_expertplex.planner.assumptions import changed
+from vllm_expertplex.planner.files import read, write
 from vllm_expertplex.planner.latency import Parts
+from vllm_expertplex.planner.numbers import Count, Positive
 from vllm_expertplex.planner.rates import Problem
 from vllm_expertplex.planner.search import Candidate, all_layouts, search
 from vllm_expertplex.planner.setup import Setting
@@ -20,12 +22,12 @@ VERSION = 1
 class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One phase: its servers and batch, and its predicted iteration. Times in seconds."""
 
-    gpus: int
-    tensor_parallel: int
+    gpus: Count
+    tensor_parallel: Count
     overlap: str
-    batch: int
-    rate: float
-    iteration: float
+    batch: Count
+    rate: Positive
+    iteration: Positive
     attention: float
     shared: float
     exchange: float
@@ -55,21 +57,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
     model: str
     gpu: str
-    gpus: int
-    copies: int
+    gpus: Count
+    copies: Count
     workload: str
     ttft: float
     tpot: float
-    layout: str
-    decode_sms: int
-    gpu_sms: int
+    layout: Annotated[str, msgspec.Meta(pattern="^[0-9]+P[0-9]+D[0-9]+E$")]
+    decode_sms: Count
+    gpu_sms: Count
     prefill: PhasePlan
     decode: PhasePlan
-    goodput: float
+    goodput: Positive
     limited_by: str
     reasons: list[str]
-    max_prefill_tokens: int
-    max_decode_batch: int
+    max_prefill_tokens: Count
+    max_decode_batch: Count
     memory: list[MemoryUse]
     next_best: list[tuple[str, float, str]]
     one_more: list[tuple[str, str, float]]
@@ -79,24 +81,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, str]
 
 
+class _Version(msgspec.Struct):
+    """What is read first: a plan of another version may hold anything else."""
+
+    version: int = VERSION
+
+
 def read_plan(path: str) -> Plan:
     """Read a plan file. Raises ValueError naming what is wrong with it."""
+    text = read("plan", path)
     try:
-        plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+        version = msgspec.json.decode(text, type=_Version).version
+        if version != VERSION:
+            raise ValueError(
+                f"plan {path}: found version {version}, expected {VERSION}; write it again with "
+                "`vllm-expertplex plan`"
+            )
+        return msgspec.json.decode(text, type=Plan)
     except msgspec.DecodeError as error:
         raise ValueError(
-            f"plan {path}: {error}; write one with `vllm-expertplex plan MODEL --output {path}`"
+            f"plan {path}: {error}; write one with `vllm-expertplex plan MODEL --output FILE`"
         ) from None
-    if plan.version != VERSION:
-        raise ValueError(
-            f"plan {path}: found version {plan.version}, expected {VERSION}; write it again with "
-            "`vllm-expertplex plan`"
-        )
-    return plan
 
 
 def write_plan(plan: Plan, path: str) -> None:
-    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+    write(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
 
 
 def make_plan(

@@ -7,14 +7,16 @@ of one layer: attention with x requests of length s on one GPU; MoE with a + b x
 each SM budget (at s = 1 the slopes of eq. 2 are one; rows are the term the paper's form lacks).
 """
 
-from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_expertplex.planner.kernels import Roofline
+from vllm_expertplex.planner.files import read, write
+from vllm_expertplex.planner.kernels import DECODE, PREFILL, Roofline
 from vllm_expertplex.planner.models import ModelSpec, Number
+from vllm_expertplex.planner.numbers import Amount, Count
 from vllm_expertplex.planner.routing import MoeLoad
 
 
@@ -22,18 +24,26 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients with their terms and the relative error on points the fit did not see."""
 
     terms: tuple[str, ...]
-    coefficients: tuple[float, ...]
+    coefficients: tuple[Amount, ...]
     points: int
     held_out_points: int
     held_out_mean_error: float
     held_out_max_error: float
+
+    def __post_init__(self) -> None:
+        unknown = set(self.terms) - set(TERMS)
+        if unknown or len(self.terms) != len(self.coefficients):
+            raise ValueError(
+                f"a fit of terms {self.terms} with {len(self.coefficients)} coefficients; expected "
+                f"one for each, and terms among {', '.join(TERMS)}"
+            )
 
 
 class MoeFit(msgspec.Struct, frozen=True, kw_only=True):
     """One phase's MoE operation on `sms` of the device's SMs (CPU: worker threads)."""
 
     phase: str
-    sms: int
+    sms: Count
     fit: Fit
 
 
@@ -43,24 +53,28 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     model: str
     date: str
-    hidden: int
-    expert_intermediate: int
-    sms: int
-    prefill_tile: int
-    decode_tile: int
+    hidden: Count
+    expert_intermediate: Count
+    sms: Count
+    prefill_tile: Count
+    decode_tile: Count
     prefill_attention: Fit
     decode_attention: Fit
     moe: list[MoeFit]
     measured: bool = True
-    version: int = 1
+    version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        phases = {m.phase for m in self.moe}
+        if phases != {PREFILL, DECODE}:
+            raise ValueError(f"MoE fits of {sorted(phases)}; expected {PREFILL} and {DECODE}")
 
 
 def read_profile(path: str) -> Profile:
     """Read a profile. Raises ValueError naming what is wrong with it."""
+    text = read("profile", path)
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Profile)
-    except FileNotFoundError:
-        raise ValueError(f"profile {path}: no such file") from None
+        return msgspec.json.decode(text, type=Profile)
     except msgspec.DecodeError as error:
         raise ValueError(
             f"profile {path}: {error}; write one with `vllm-expertplex profile`"
@@ -68,7 +82,7 @@ def read_profile(path: str) -> Profile:
 
 
 def write_profile(profile: Profile, path: str) -> None:
-    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    write(path, msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
 
 
 TERMS = {

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from vllm_expertplex.planner.files import check_writable
 from vllm_expertplex.planner.fit import Point, fit
 from vllm_expertplex.planner.model_configs import load_model
 from vllm_expertplex.planner.models import ModelSpec
@@ -30,6 +32,7 @@ One layer is measured with random weights; times do not depend on the weights. O
 takes a minute; without one, it is measured on the CPU, for small models."""
 ATTENTION = ("1", "x", "x s", "x s^2")
 MOE = ("1", "x", "s")
+LEAST_TOKENS = 128  # fewer make fewer points than a fit and its check need
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,14 +55,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, fit, print the errors, write. Returns 1 with a reason on stderr."""
+    """Measure, fit, print the errors, write. Returns 2 with a reason on stderr."""
     try:
-        profile = measure(args, Console())
+        _check(args)
+        console = Console()
+        begin = time.monotonic()
+        write_profile(measure(args, console), args.output)
+        seconds = time.monotonic() - begin
+        console.print(f"measured in {seconds:.0f} s; written to {escape(args.output)}")
     except ValueError as error:
         print(f"vllm-expertplex profile: {error}", file=sys.stderr)
-        return 1
-    write_profile(profile, args.output)
+        return 2
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that nothing can be measured with."""
+    check_writable("--output", args.output)
+    for name, least in (("threads", 1), ("tile", 1), ("most_tokens", LEAST_TOKENS)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {value}: expected {least} or more")
 
 
 class Job(NamedTuple):
@@ -78,7 +95,8 @@ def measure(args: argparse.Namespace, console: Console) -> Profile:
 
     model = load_model(args.model)
     gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    begin = time.monotonic()
+    if gpu and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
     jobs = gpu_jobs(model, args) if gpu else cpu_jobs(model, args)
     fits: list[tuple[str, int, Fit]] = []
     with Progress(console=console, transient=True) as bar:
@@ -91,7 +109,6 @@ def measure(args: argparse.Namespace, console: Console) -> Profile:
                 bar.advance(task)
             fits.append((job.name, job.budget, fit(found, job.terms)))
     console.print(_table(fits, "SMs" if gpu else "threads"))
-    console.print(f"measured in {time.monotonic() - begin:.0f} s; written to {args.output}")
     if gpu:
         from vllm_expertplex.planner.gpu_profiler import DECODE_TILE, PREFILL_TILE
 
@@ -164,7 +181,8 @@ def _jobs(
 def _table(fits: list[tuple[str, int, Fit]], unit: str) -> Table:
     table = Table(title="Fits (one layer), error on points the fit did not see")
     for name in ("component", unit, "points", "held out", "mean error", "worst", "t ="):
-        table.add_column(name, justify="left" if name in ("component", "t =") else "right")
+        left = name in ("component", "t =")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     for name, budget, f in fits:
         formula = " + ".join(
             f"{c * 1e6:.3g} us" + ("" if t == "1" else f" {t}")

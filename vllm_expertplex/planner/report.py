@@ -1,6 +1,7 @@
 """A plan as tables for a terminal. Owns: wording and layout only."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_expertplex.planner.assumptions import REASONS
@@ -17,8 +18,8 @@ def print_plan(plan: Plan, console: Console, assumptions: bool = True) -> None:
             f"[bold]{plan.copies * plan.goodput:.3g} requests/s[/]; one of them:"
         )
     console.print(
-        f"[bold]{plan.layout}[/]  for {plan.model} on {plan.gpus} x {plan.gpu}, load "
-        f"{plan.workload}, TTFT {plan.ttft:g} s, TPOT {plan.tpot:g} s"
+        f"[bold]{plan.layout}[/]  for {escape(plan.model)} on {plan.gpus} x {plan.gpu}, load "
+        f"{escape(plan.workload)}, TTFT {plan.ttft:g} s, TPOT {plan.tpot:g} s"
     )
     console.print(
         f"predicted goodput [bold]{plan.goodput:.3g} requests/s[/] (model, not measured); decode "
@@ -35,13 +36,13 @@ def print_plan(plan: Plan, console: Console, assumptions: bool = True) -> None:
     if assumptions:
         console.print(_assumptions(plan))
     for what, source in plan.sources.items():
-        console.print(f"[dim]{what}: {source}[/]")
+        console.print(f"[dim]{what}: {escape(source)}[/]")
 
 
 def _phases(plan: Plan) -> Table:
     table = Table(title="One iteration of each phase")
     for name in ("", "prefill", "decode"):
-        table.add_column(name, justify="left" if not name else "right")
+        table.add_column(name, justify="left" if not name else "right", overflow="fold")
     pair = (plan.prefill, plan.decode)
     table.add_row("GPUs", *(str(p.gpus) for p in pair))
     table.add_row("tensor parallel", *(str(p.tensor_parallel) for p in pair))
@@ -57,7 +58,7 @@ def _phases(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     table = Table(title="Memory of the fullest GPU of each role (GB)")
     for name in ("role", "weights", "APK buffers", "reserve", "KV cache / free"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for m in plan.memory:
         table.add_row(
             m.role, *(f"{b / 1e9:.1f}" for b in (m.weights, m.buffers, m.reserve, m.rest))
@@ -68,7 +69,7 @@ def _memory(plan: Plan) -> Table:
 def _alternatives(plan: Plan) -> Table:
     table = Table(title="Alternatives")
     for name in ("", "layout", "req/s", "against the plan", "limit"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for i, (layout, goodput, limit) in enumerate(plan.next_best, start=2):
         table.add_row(f"{i}.", layout, f"{goodput:.3g}", f"{goodput / plan.goodput:.2f}x", limit)
     for what, layout, goodput in plan.one_more:
@@ -79,7 +80,7 @@ def _alternatives(plan: Plan) -> Table:
 def _assumptions(plan: Plan) -> Table:
     table = Table(title="Assumptions (change with --set NAME=VALUE)")
     for name in ("name", "value", "what it is, and why"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name, value in plan.assumptions.items():
         mark = " [bold](changed)[/]" if name in plan.changed_assumptions else ""
         shown = f"{value:g}" if isinstance(value, float) else str(value)

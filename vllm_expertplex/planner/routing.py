@@ -7,13 +7,13 @@ ExpertPlex paper gives under it. Must not know: hardware, times.
 import json
 import math
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_expertplex.layout import ExpertMap
+from vllm_expertplex.planner.files import read
 
 Array = NDArray[Any]
 _TOKENS = np.geomspace(1.0, 2.0**20, 81)  # four points an octave
@@ -45,11 +45,17 @@ def read_histogram(path: str, experts: int) -> Array:
 
     Raises ValueError when the file has another number of experts.
     """
-    counts = np.atleast_2d(np.asarray(json.loads(Path(path).read_text()), dtype=float)).sum(axis=0)
-    if counts.shape != (experts,) or counts.sum() <= 0 or counts.min() < 0:
+    text = read("routing histogram", path)
+    try:
+        counts = np.atleast_2d(np.asarray(json.loads(text), dtype=float)).sum(axis=0)
+        good = counts.shape == (experts,) and np.isfinite(counts).all() and counts.min() >= 0
+        found = f"{counts.shape[0]} counts"
+    except (ValueError, TypeError) as error:  # no JSON, or no array of numbers
+        good, found = False, str(error)
+    if not good or counts.sum() <= 0:
         raise ValueError(
-            f"routing histogram {path}: found {counts.shape[0]} counts, expected {experts} "
-            "non-negative ones, one per routed expert (or one such list per layer)"
+            f"routing histogram {path}: found {found}, expected {experts} non-negative counts, one "
+            "per routed expert (or one such list per layer)"
         )
     return counts / counts.sum()
 

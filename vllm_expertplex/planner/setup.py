@@ -24,6 +24,8 @@ from vllm_expertplex.planner.routing import Routing, lognormal_popularity, read_
 from vllm_expertplex.planner.search import Space
 from vllm_expertplex.planner.workload import Targets, Workload, load_workload
 
+MOST_GPUS = 1_000_000
+
 
 class Setting(NamedTuple):
     """Everything given; `latency(gpus)` builds the model of a deployment of that many GPUs."""
@@ -58,6 +60,11 @@ class Setting(NamedTuple):
         alike = placement == "alike" or (placement == "auto" and whole and nodes <= 8)
         step = self.assumptions.sm_step
         budgets = tuple(range(step, self.gpu.sms, step))
+        if not budgets:
+            raise ValueError(
+                f"--set sm_step={step}: {self.gpu.name} has {self.gpu.sms} SMs, and decode's "
+                f"budget is less than all of them; use at most {self.gpu.sms - 1}"
+            )
         return Space(gpus, nodes if alike else 1, budgets)
 
 
@@ -76,12 +83,12 @@ def setting(
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
     load = load_workload(workload) if isinstance(workload, str) else workload
     values = assumptions or Assumptions()
-    measured = read_profile(profile) if profile else None
+    measured = read_profile(profile) if profile is not None else None
     if measured:  # its coefficients are for tiles of its heights
         values = msgspec.structs.replace(
             values, contiguous_tile=measured.prefill_tile, masked_tile=measured.decode_tile
         )
-    if histogram:
+    if histogram is not None:
         routing = Routing(
             read_histogram(histogram, spec.experts), spec.top_k, f"measured histogram {histogram}"
         )
@@ -126,8 +133,8 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
 
 def setting_from(args: argparse.Namespace) -> Setting:
     """The `Setting` that parsed `add_setting_arguments` options describe."""
-    if args.gpus < 1:
-        raise ValueError(f"--gpus {args.gpus}: expected at least 1")
+    if not 1 <= args.gpus <= MOST_GPUS:
+        raise ValueError(f"--gpus {args.gpus}: expected 1 to {MOST_GPUS}")
     return setting(
         args.model,
         hardware.override(load_gpu(args.gpu), args.gpu_set),

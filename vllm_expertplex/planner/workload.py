@@ -4,13 +4,18 @@ Owns: named length distributions, trace files, `Targets`. Must not know: models,
 """
 
 import csv
+import io
 import json
-from datetime import datetime
+import math
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from vllm_expertplex.planner.files import read
 
 Lengths = NDArray[np.int64]
 
@@ -22,7 +27,7 @@ class Targets(msgspec.Struct, frozen=True):
     tpot: float
 
     def __post_init__(self) -> None:
-        if self.ttft <= 0 or self.tpot <= 0:
+        if not (0 < self.ttft < math.inf and 0 < self.tpot < math.inf):
             raise ValueError(
                 f"targets must be positive seconds, found ttft={self.ttft}, tpot={self.tpot}"
             )
@@ -122,7 +127,7 @@ def load_workload(text: str) -> Workload:
             source=f"trace {text}, {len(inputs)} requests",
         )
     first, slash, second = text.partition("/")
-    if slash and first.isdigit() and second.isdigit():
+    if slash and first.isdecimal() and second.isdecimal():
         return Workload(
             name=text, mean_input=int(first), mean_output=int(second),
             source="given; log-normal, sigma 0.6",
@@ -137,6 +142,8 @@ _INPUT = ("num_prefill_tokens", "ContextTokens", "input_length", "input_tokens",
 _OUTPUT = (
     "num_decode_tokens", "GeneratedTokens", "output_length", "output_tokens", "completion_tokens",
 )  # fmt: skip
+MOST_TOKENS = 10**9  # of one request, in or out
+MOST_SECONDS = 1e11  # beyond any date: milliseconds given as seconds are
 _TIME = ("TIMESTAMP", "timestamp", "arrived_at", "arrival")
 
 
@@ -144,37 +151,74 @@ def read_trace(path: str) -> tuple[Lengths, Lengths, NDArray[np.float64] | None]
     """Prompt lengths, output lengths and arrival times (seconds from the first, or None).
 
     Reads CSV with a header and JSON lines. Numeric `timestamp` in JSON lines is milliseconds (the
-    Mooncake format). Raises ValueError naming the columns it knows.
+    Mooncake format); a date without a zone is UTC. Raises ValueError naming the columns it knows,
+    or the row that is wrong.
     """
-    file = Path(path).expanduser()
-    with file.open(newline="") as lines:
-        if file.suffix == ".jsonl":
-            rows = [json.loads(line) for line in lines if line.strip()]
-        else:
-            rows = list(csv.DictReader(lines))
+    text = read("trace", path)
+    rows = _json_lines(text, path) if Path(path).suffix == ".jsonl" else _csv(text, path)
     if not rows:
         raise ValueError(f"trace {path}: no requests in it")
-    found = set(rows[0])
+    found = rows[0].keys() if isinstance(rows[0], dict) else []
     columns = [next((c for c in names if c in found), None) for names in (_INPUT, _OUTPUT, _TIME)]
     if columns[0] is None or columns[1] is None:
         raise ValueError(
-            f"trace {path}: found columns {sorted(found)}, expected one of {_INPUT} and one of "
+            f"trace {path}: found columns {list(found)}, expected one of {_INPUT} and one of "
             f"{_OUTPUT}"
         )
-    inputs = np.array([max(1, int(float(r[columns[0]]))) for r in rows])
-    outputs = np.array([max(1, int(float(r[columns[1]]))) for r in rows])
+    values = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            lengths = [_tokens(row[column]) for column in columns[:2]]
+            values.append((*lengths, _seconds(row[columns[2]]) if columns[2] else 0.0))
+        except (ValueError, TypeError, KeyError, OverflowError):
+            raise ValueError(
+                f"trace {path}, row {number}: found {str(row)[:120]}, expected tokens from 0 to "
+                f"{MOST_TOKENS} in {columns[0]} and {columns[1]}"
+                + (f", a date or seconds (JSON lines: ms) in {columns[2]}" if columns[2] else "")
+            ) from None
+    inputs, outputs, times = (np.array(column) for column in zip(*values, strict=True))
     if columns[2] is None:
         return inputs, outputs, None
-    times = np.array([_seconds(r[columns[2]]) for r in rows])
     order = np.argsort(times, kind="stable")
     return inputs[order], outputs[order], times[order] - times.min()
 
 
+def _csv(text: str, path: str) -> list[Any]:
+    try:
+        return list(csv.DictReader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(f"trace {path}: {error}; expected CSV with a header") from None
+
+
+def _json_lines(text: str, path: str) -> list[Any]:
+    rows = []
+    for number, line in enumerate(filter(str.strip, text.splitlines()), start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"trace {path}, row {number}: {error.msg}; expected one JSON object a line"
+            ) from None
+    return rows
+
+
+def _tokens(value: str | float) -> int:
+    """A length of at least one token; what has none recorded still takes one."""
+    count = float(value)
+    if not 0 <= count <= MOST_TOKENS:
+        raise ValueError
+    return max(1, int(count))
+
+
 def _seconds(value: str | float) -> float:
     if isinstance(value, int | float):
-        return value / 1e3
-    try:
-        return float(value)
-    except ValueError:
-        whole, _, part = value.partition(".")
-        return datetime.fromisoformat(whole).timestamp() + float(f"0.{part or 0}")
+        seconds = value / 1e3
+    else:
+        try:
+            seconds = float(value)
+        except ValueError:
+            date = datetime.fromisoformat(value)
+            seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    if not abs(seconds) < MOST_SECONDS:
+        raise ValueError
+    return seconds
