@@ -76,7 +76,8 @@ def table(outcomes: list[Outcome], gpus_per_node: int, gpus: int) -> Table:
     """The outcomes as a table, per deployment and per node."""
     shown = Table(title="Goodput by serving mode (SIMULATED, req/s, 95 % interval over seeds)")
     for name in ("mode", "deployment", "per node", "against the best", "note"):
-        shown.add_column(name, justify="left" if name in ("mode", "note") else "right")
+        left = name in ("mode", "note")
+        shown.add_column(name, justify="left" if left else "right", overflow="fold")
     best = max((o.goodput.mean for o in outcomes if o.goodput), default=0.0)
     nodes = max(1.0, gpus / gpus_per_node)
     for o in outcomes:

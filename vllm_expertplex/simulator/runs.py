@@ -49,6 +49,12 @@ def replay(case: Case, requests: Requests, rate: float) -> Summary:
     if case.events:
         if not isinstance(system, ExpertPlex):
             raise ValueError(f"failures and scaling are simulated for expertplex, not {case.mode}")
+        last = requests.arrival[-1]
+        if late := [time for time, *_ in case.events if time > last]:
+            raise ValueError(
+                f"an event at {late[0]:g} s comes after the last request, at {last:g} s: let it "
+                "happen earlier, or simulate more requests"
+            )
         schedule(system, system.clock, case.events)
     targets = case.setting.targets
     patience = 4 * (targets.ttft + targets.tpot * max(requests.outputs))

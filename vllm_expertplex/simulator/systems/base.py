@@ -1,12 +1,13 @@
 """What a simulated serving mode has in common. Owns: the run loop and arrivals."""
 
+from vllm_expertplex.planner.impossible import Infeasible
 from vllm_expertplex.planner.setup import Setting
 from vllm_expertplex.simulator.events import Clock
 from vllm_expertplex.simulator.requests import Requests
 from vllm_expertplex.simulator.steps import Knobs
 
 
-class CannotServe(ValueError):
+class CannotServe(Infeasible):
     """The mode cannot run this model or load on these GPUs; the message says why."""
 
 
@@ -55,8 +56,14 @@ class System:
     def kv_tokens(self, experts_on: int, tp: int = 1) -> float:
         """KV tokens of one attention group whose GPUs also hold 1/`experts_on` of the experts.
 
-        Raises CannotServe when the weights leave no room.
+        Raises CannotServe when the weights leave no room, or when tokens say nothing of KV.
         """
+        model = self.setting.model
+        if not model.kv_bytes_per_token:
+            raise CannotServe(
+                f"{self.name}: KV is counted in tokens here, and no layer of {model.name} keeps KV "
+                "per token; plan this model instead"
+            )
         memory = self.setting.memory()
         beside = self.knobs.kv_reserve
         if experts_on:
