@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     table = Table(title="Search time (s), free placement")
     for name in ("GPUs", "model", "layout", "req/s", "search", "allowed", "Algorithm 1", "same"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     rows: list[Row] = []
     for gpus in (int(n) for n in args.gpus.split(",")):
         name = "minimax-m2.7" if gpus < 24 else "glm-5.1-fp8"

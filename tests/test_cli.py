@@ -61,3 +61,11 @@ def test_interrupt_is_no_traceback(monkeypatch):
 
     monkeypatch.setattr(doctor, "run", interrupted)
     assert cli.main(["doctor"]) == 130
+
+
+def test_interrupt_while_a_subcommand_is_imported_is_no_traceback(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main(["doctor"]) == 130

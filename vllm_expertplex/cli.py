@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit code (2: bad arguments, 130: interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
     known = argv[:1] if argv and argv[0] in SUBCOMMANDS else tuple(SUBCOMMANDS)
-    args = build_parser(known).parse_args(argv)
     try:
+        args = build_parser(known).parse_args(argv)
         return cast(int, args.run(args))
     except KeyboardInterrupt:
         return 130

@@ -36,3 +36,18 @@ def test_fp8_is_refused_for_other_models(
     assert _run("demo", "--out", str(tmp_path / "m"), "--fp8") == 2
     assert "--fp8 is for minimax-m2, not demo" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--seed", "99999999999999999999999"], "--seed"),
+        (["--out", "/dev/null/model"], "/dev/null"),
+        (["--out", "/proc/none/model"], "/proc/none"),
+    ],
+)
+def test_what_cannot_be_made_is_said_before_it_is_made(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("minimax-m2", "--out", str(tmp_path / "m"), *words) == 2
+    assert expected in capsys.readouterr().err

@@ -66,6 +66,8 @@ def _twin(out: Path) -> Path:
 
 def _problem(args: argparse.Namespace) -> str | None:
     """What is wrong with the arguments, and what to do, or None."""
+    if not -(1 << 63) <= args.seed < 1 << 63:
+        return f"--seed {args.seed}: expected a number of 64 bits"
     if args.fp8 and args.model != "minimax-m2":
         return f"--fp8 is for minimax-m2, not {args.model}: leave it out"
     for folder in [args.out, *([_twin(args.out)] if args.fp8 else [])]:
@@ -73,6 +75,10 @@ def _problem(args: argparse.Namespace) -> str | None:
             return f"{folder} is a file: choose a folder with --out"
         if folder.exists() and any(folder.iterdir()) and not args.force:
             return f"{folder} is not empty: choose another --out, or add --force to overwrite it"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"--out {folder} cannot be made ({error.strerror}): choose another"
     return None
 
 
