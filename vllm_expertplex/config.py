@@ -52,7 +52,7 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     kv_lease_s: Annotated[float, msgspec.Meta(ge=1, le=1e9)] = 30.0
     """How long a prefill server keeps KV blocks for a decode server that never asks for them."""
     trace: str | None = None
-    """File for a Perfetto trace of the tile scheduler, one per MoE server."""
+    """File for a Perfetto trace of the tile scheduler, one per MoE server; on CPUs only."""
 
     def __post_init__(self) -> None:
         Layout.parse(self.layout)  # raises with the expected form

@@ -71,7 +71,8 @@ def add_options(parser: Any) -> Any:
         metavar="FILE",
         default=None,
         action=_ServeAction,
-        help="Write a trace of the tile scheduler that opens in Perfetto, one file per MoE server.",
+        help="Write a trace of the tile scheduler that opens in Perfetto, one file per MoE server; "
+        "on CPUs only.",
     )
     from vllm_expertplex.asyncep.options import add_options as add_asyncep_options
 
