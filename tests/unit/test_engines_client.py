@@ -18,15 +18,22 @@ class Engine:
 
     def __init__(self) -> None:
         self.outputs: asyncio.Queue[Exception] = asyncio.Queue()
-        self.silent = False
+        self.silent, self.answer = False, asyncio.Event()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         raise await self.outputs.get()
 
     async def call_utility_async(self, method: str) -> bool:
         if self.silent:
-            await asyncio.get_running_loop().create_future()
+            await self.answer.wait()
         return True
+
+    async def profile_async(self, is_start: bool) -> None:
+        """Writes a trace, and does nothing else meanwhile."""
+        self.silent = True
+        await asyncio.sleep(PATIENCE_S * 6)
+        self.silent = False
+        self.answer.set()
 
     def die(self) -> None:
         self.silent = True
@@ -96,6 +103,19 @@ def test_an_engine_that_died_is_not_killed_later_for_its_silence() -> None:
         await asyncio.sleep(PATIENCE_S * 6)
         assert client.lost == [0]
         assert client.killed == []
+
+    run(scenario)
+
+
+def test_an_engine_that_writes_its_profile_is_not_killed_for_its_silence() -> None:
+    async def scenario(client: Client, engines: list[Engine]) -> None:
+        await client.profile_async(False)  # type: ignore[attr-defined]
+        assert client.killed == []
+        engines[1].silent = True
+        engines[1].answer.clear()
+        while not client.lost:
+            await asyncio.sleep(PATIENCE_S / 4)
+        assert client.killed == [1]
 
     run(scenario)
 

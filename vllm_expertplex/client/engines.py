@@ -32,6 +32,9 @@ _EVERYWHERE = (
     "get_weight_version_async",
 )
 
+# Of them, those in which an engine may be silent for minutes: it writes a trace, or loads weights.
+_LONG = ("profile_async", "collective_rpc_async")
+
 _CLOSING = "the server is shutting down"
 
 
@@ -65,6 +68,7 @@ class EnginesClient(EngineCoreClient):
         self._pumps: dict[int, asyncio.Task[None]] = {}  # each ends with its engine
         self._loop: asyncio.AbstractEventLoop | None = None  # once outputs are asked for
         self._closing = False
+        self._long_calls = 0  # in progress
 
     @property
     @abstractmethod
@@ -112,8 +116,12 @@ class EnginesClient(EngineCoreClient):
     async def _watch(self, index: int, engine: Any) -> None:
         """An engine that lives without progress is lost like one that died."""
         progress, patience_s = self.liveness(index)
+
+        def progress_or_excused() -> int:
+            return time.monotonic_ns() if self._long_calls else progress()
+
         try:
-            await silence(engine, progress, patience_s)
+            await silence(engine, progress_or_excused, patience_s)
         except EngineDeadError:
             return  # its pump reports the loss
         if index not in self.engines:
@@ -146,7 +154,11 @@ class EnginesClient(EngineCoreClient):
             self._answer(index, getattr(engine, method)(*args, **kwargs))
             for index, engine in self.engines.items()
         ]
-        answers = await asyncio.gather(*calls)
+        self._long_calls += method in _LONG
+        try:
+            answers = await asyncio.gather(*calls)
+        finally:
+            self._long_calls -= method in _LONG
         if all(isinstance(answer, bool) for answer in answers):
             return all(answers)
         if all(isinstance(answer, list) for answer in answers):
