@@ -1,7 +1,8 @@
 // The shared-memory files of the one-sided data path and what lies where in them.
 //
 // A MoE server owns one *board* (doorbell, heartbeat, stop word, counters). Each attention server
-// owns one *slot* on each MoE server: the buffers of the one operation it can have in flight there.
+// owns one *slot* on each MoE server (two, where its steps run as two microbatches): the buffers of
+// the one operation it can have in flight there.
 // Buffers are sized for the most tokens the attention server's scheduler can emit, so an operation
 // always fits and nothing is ever resized, queued or credited.
 //
