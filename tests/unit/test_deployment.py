@@ -122,12 +122,20 @@ def test_a_start_that_takes_too_long_names_who_is_late(
     assert ended.is_set()
 
 
-def model(experts: int = 64) -> Any:
-    config = SimpleNamespace(model="m", architectures=["MoE"], get_num_experts=lambda: experts)
+def model(runner: str = "generate") -> Any:
+    config = SimpleNamespace(
+        model="m", architectures=["MoE"], get_num_experts=lambda: 64, runner_type=runner
+    )
     return SimpleNamespace(model_config=config)
 
 
+def test_a_model_that_does_not_generate_is_refused() -> None:
+    """Its requests have no sampling parameters; vLLM runs embedding models without being told."""
+    with pytest.raises(DeploymentError, match=r"m \(MoE\) .*pooling.*generat"):
+        module._check_model(model("pooling"), Layout.parse("1P1D1E"))
+
+
 def test_more_attention_servers_than_a_moe_server_takes_are_refused() -> None:
-    module._check_experts(model(), Layout.parse("16P16D1E"))
+    module._check_model(model(), Layout.parse("16P16D1E"))
     with pytest.raises(DeploymentError, match=r"33 attention servers.*32"):
-        module._check_experts(model(), Layout.parse("16P17D1E"))
+        module._check_model(model(), Layout.parse("16P17D1E"))

@@ -64,7 +64,7 @@ class Deployment:
                 config.kv_events_config = kv_events.publishing(self.run_dir, server)
         if not current_platform.is_cpu():
             gpu.prepare(self.run_dir, self.config, self._attention, self.configs)
-        _check_experts(vllm_config, self.layout)
+        _check_model(vllm_config, self.layout)
         self._failure: str | None = None
         self._stopping = False
         self._on_failure: Callable[[], None] | None = None
@@ -260,9 +260,15 @@ def _reserve_port() -> socket.socket:
     return holder
 
 
-def _check_experts(vllm_config: VllmConfig, layout: Layout) -> None:
-    """Say before anything starts that MoE servers cannot hold a model or take all who ask them."""
+def _check_model(vllm_config: VllmConfig, layout: Layout) -> None:
+    """Say before anything starts that this layout cannot serve this model."""
     routed_experts(vllm_config, "expertplex")
+    model = vllm_config.model_config
+    if model.runner_type != "generate":
+        raise DeploymentError(
+            f"{model.model} ({', '.join(model.architectures)}) is run as a {model.runner_type} "
+            "model; only generation is served, use --executor asyncep"
+        )
     if len(layout.attention_servers) > MAX_SOURCES:
         raise DeploymentError(
             f"layout {layout} has {len(layout.attention_servers)} attention servers; a MoE server "

@@ -139,6 +139,7 @@ REFUSALS = (
     Refusal("--enable-expert-parallel", _given, "MoE servers always split experts"),
     Refusal("--enable-eplb", _given, "experts are placed evenly over MoE servers"),
     Refusal("--enable-elastic-ep", _given, "restart with another layout"),
+    Refusal("--enable-fault-tolerance", _given, "a lost server costs its own requests only"),
     Refusal("--enable-dbo", _given, "set tbo_tokens in an --expertplex-config file"),
     Refusal("--ubatch-size", _given, "set tbo_tokens in an --expertplex-config file"),
     Refusal("--device-ids", _given, "set CUDA_VISIBLE_DEVICES"),
