@@ -1,5 +1,7 @@
 """Algorithm 1: the two searches agree, batches are the largest, the paper's layouts come out."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -116,3 +118,18 @@ def test_layouts_never_use_more_gpus_than_there_are() -> None:
         assert c.prefill + c.decode + c.moe <= 11
         assert c.prefill % c.tp_prefill == 0
         assert c.decode % c.tp_decode == 0
+
+
+def test_tensor_parallelism_divides_the_heads(tmp_path) -> None:
+    """Four heads cannot be shared by eight GPUs, though that alone would keep the target."""
+    config = {
+        "hidden_size": 4096, "intermediate_size": 512, "vocab_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "head_dim": 256, "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    four = setting(str(tmp_path), "h100", "400000/2", 1.6, 1)
+    assert search(four.problem(24), four.space(24, "free")._replace(tp=(1, 2, 4, 8))) is not None
+    assert search(four.problem(24), four.space(24, "free")) is None
+    assert four.space(24).tp == (1, 2, 4)
+    assert setting("minimax-m2.7", "h100", "400/200", 1, 1).space(8).tp == (1, 2, 4, 8)

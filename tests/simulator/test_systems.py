@@ -162,3 +162,9 @@ def test_confidence_intervals() -> None:
 def test_an_unknown_mode_is_named(m2) -> None:
     with pytest.raises(ValueError, match="expected one of expertplex"):
         build("magic", m2[0], 8, poisson(m2[0].workload, 1.0, 5, 0), Knobs())
+
+
+def test_tensor_parallel_attention_is_refused_where_heads_run_out(m2) -> None:
+    requests = poisson(m2[0].workload, 5.0, 20, seed=0)
+    with pytest.raises(CannotServe, match="64 cannot share 48 heads"):
+        build("green-context", m2[0], 64, requests, Knobs())

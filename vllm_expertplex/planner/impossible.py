@@ -68,7 +68,7 @@ def _attention(setting: Setting, gpus: int) -> str | None:
     memory, w = setting.memory(), setting.workload
     length = w.mean_input + w.mean_output
     fewest = _fewest_moe(setting)
-    widths = [tp for tp in (1, 2, 4, 8) if 2 * tp <= gpus - fewest] or [1]
+    widths = [tp for tp in setting.widths if 2 * tp <= gpus - fewest] or [1]
     if any(memory.requests(tp, length) >= 1 for tp in widths):
         return None
     most = max(memory.kv_tokens(tp) for tp in widths)

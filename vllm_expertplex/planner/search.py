@@ -29,7 +29,7 @@ class Space(NamedTuple):
     gpus: int
     unit: int
     budgets: tuple[int, ...]
-    tp: tuple[int, ...] = (1, 2, 4, 8)
+    tp: tuple[int, ...] = (1, 2, 4, 8)  # those that divide the model's heads
 
 
 class Candidate(NamedTuple):

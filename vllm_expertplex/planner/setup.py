@@ -65,7 +65,12 @@ class Setting(NamedTuple):
                 f"--set sm_step={step}: {self.gpu.name} has {self.gpu.sms} SMs, and decode's "
                 f"budget is less than all of them; use at most {self.gpu.sms - 1}"
             )
-        return Space(gpus, nodes if alike else 1, budgets)
+        return Space(gpus, nodes if alike else 1, budgets, self.widths)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tensor parallelisms of an attention server: those that divide its heads."""
+        return tuple(n for n in (1, 2, 4, 8) if all(a.heads % n == 0 for a in self.model.attention))
 
 
 def setting(

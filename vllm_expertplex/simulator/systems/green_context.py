@@ -11,7 +11,7 @@ from vllm_expertplex.planner.setup import Setting
 from vllm_expertplex.simulator.pools import DecodePool
 from vllm_expertplex.simulator.requests import Requests
 from vllm_expertplex.simulator.steps import Knobs, ModelSteps, Timing
-from vllm_expertplex.simulator.systems.base import System
+from vllm_expertplex.simulator.systems.base import CannotServe, System
 from vllm_expertplex.simulator.systems.lockstep import admit
 
 
@@ -23,6 +23,12 @@ class GreenContext(System):
         decode_share: float = 0.5,
     ) -> None:  # fmt: skip
         super().__init__(setting, gpus, requests, knobs)
+        heads = min(a.heads for a in setting.model.attention)
+        if gpus > heads:
+            raise CannotServe(
+                f"green-context: attention is tensor-parallel over all GPUs; {gpus} cannot share "
+                f"{heads} heads"
+            )
         experts_on = min(gpus, setting.model.experts)
         self.share = decode_share
         self.steps = ModelSteps(self.latency, experts_on, tp=gpus, knobs=knobs)
