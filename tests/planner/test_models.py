@@ -86,6 +86,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         load_model("no-such-model")
 
 
+def test_a_directory_without_a_config_is_told_from_a_wrong_name(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"a directory without config\.json"):
+        load_model(str(tmp_path))
+
+
 def test_an_unknown_quantisation_is_refused() -> None:
     config = {**CATALOGUE["olmoe-1b-7b-0924"], "quantization_config": {"quant_method": "odd"}}
     with pytest.raises(ValueError, match="bytes per weight"):

@@ -39,7 +39,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     runtime_reserve: Amount = 4 * GB
     graph_reserve: Amount = 1.5 * GB
     combine_bytes: Positive = 2.0
-    buffers: Annotated[str, msgspec.Meta(pattern="^(worst|average)$")] = "worst"
+    buffers: str = "worst"
     pcie_bytes_per_s: Positive = 50 * GB
     gather_gamma: Positive = 1.2
     prefill_tokens: Count = 8192
@@ -93,6 +93,8 @@ def override(assumptions: Assumptions, changes: list[str]) -> Assumptions:
                 f"assumption {name!r} is unknown; there are {', '.join(sorted(values))}"
             )
         values[name] = parse("--set", change, type(values[name]))
+        if values["buffers"] not in ("worst", "average"):
+            raise ValueError(f"--set {change}: expected worst or average")
         assumptions = checked("--set", change, values, Assumptions)
     return assumptions
 

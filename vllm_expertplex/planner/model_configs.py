@@ -41,10 +41,12 @@ def load_model(name: str) -> ModelSpec:
     cached = _cached_config(name)
     if cached is not None:
         return from_config(_read(cached), name=key, source=str(cached))
+    folder = bool(name) and Path(name).expanduser().is_dir()
+    found = "a directory without config.json" if folder else "no such file or directory"
     known = ", ".join(sorted(CATALOGUE))
     raise ValueError(
-        f"model {name!r}: not in the catalogue, no such file or directory, and not in the local "
-        f"Hugging Face cache; give the path of its config.json, or one of: {known}"
+        f"model {name!r}: {found}, not in the catalogue, and not in the local Hugging Face cache; "
+        f"give the path of its config.json, or one of: {known}"
     )
 
 
@@ -107,7 +109,7 @@ def _from_config(config: Config, name: str, source: str) -> ModelSpec:
     moe_layers = _moe_layers(text, layers)
     if not moe_layers:
         raise ValueError(
-            f"no MoE layer among its {layers}: all are dense; ExpertPlex plans MoE models only"
+            f"no MoE layer among its {layers} layers; ExpertPlex plans MoE models only"
         )
     shared = _first(text, "shared_expert_intermediate_size", "shared_intermediate_size")
     shared = shared or intermediate * _first(text, "n_shared_experts", "num_shared_experts")
@@ -157,7 +159,9 @@ def _first(config: Config, *names: str, most: int = LARGEST) -> int:
         value = config.get(name)
         if value:
             if not isinstance(value, int | float) or not 1 <= value <= most or value % 1:
-                raise ValueError(f"{name}: found {value!r:.40}, expected a whole number to {most}")
+                raise ValueError(
+                    f"{name}: found {value!r:.40}, expected a whole number up to {most}"
+                )
             return int(value)
     return 0
 

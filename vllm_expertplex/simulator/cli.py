@@ -34,7 +34,7 @@ Every figure printed is simulated; none is measured."""
 Trace = tuple[Times, Lengths, Lengths]
 _RANGES = (
     ("seeds", 1, 10), ("requests", 1, 10_000_000), ("longest", 2, 1_000_000_000),
-    ("speed", 1e-6, 1e6),
+    ("speed", 0.000001, 1_000_000),
 )  # fmt: skip
 _DEFAULTS: dict[str, object] = {
     "plan": None, "layout": None, "event": [], "rates": None, "trace": None, "requests": None,
@@ -101,6 +101,7 @@ def _run(args: argparse.Namespace) -> int:
             events=events if mode == "expertplex" else [],
         )
         for mode in modes
+        if mode != "expertplex" or plan
     ]
     if rates is None:
         base = plan.goodput if plan else 1.0
@@ -130,7 +131,7 @@ def _check(args: argparse.Namespace, modes: list[str]) -> None:
     for name, least, most in _RANGES:
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"--{name} {value}: expected {least:.7g} to {most:.7g}")
+            raise ValueError(f"--{name} {value}: expected {least:,} to {most:,}")
     given = {name for name, default in _DEFAULTS.items() if getattr(args, name) != default}
     for names, why in (
         ("plan layout event" if "expertplex" not in modes else "", "is for the mode expertplex"),
