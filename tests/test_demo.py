@@ -118,3 +118,21 @@ def test_roles_table_has_a_row_for_each_server(capsys):
     assert "3.0 MiB" in rows["moe 2"]
     assert "1,234" in rows["moe 2"]
     assert "1,000 (7)" in rows["decode 0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--layout", "nope"], "expected xPyDzE"),
+        (["--layout", "0P1D1E"], "at least one server"),
+        (["--port", "99999999"], "--port 99999999"),
+        (["--port", "-1"], "--port -1"),
+        (["--max-tokens", "0"], "--max-tokens 0"),
+        (["--start-timeout", "nan"], "--start-timeout nan"),
+        (["--start-timeout", "-1"], "--start-timeout -1"),
+    ],
+)
+def test_bad_usage_is_said_before_a_model_is_made(monkeypatch, capsys, words, expected):
+    monkeypatch.setattr(demo, "make_model", lambda path: pytest.fail("made a model"))
+    assert cli.main(["demo", "--model", "/none", *words]) == 2
+    assert expected in capsys.readouterr().err

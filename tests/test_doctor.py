@@ -128,3 +128,46 @@ def test_runs_where_neither_torch_nor_vllm_can_be_imported(tmp_path):
     assert done.returncode == 1
     assert "not here" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("cxx", ["", "env g++", "g++ -m64"])
+def test_a_compiler_with_a_wrapper_or_options_is_found(monkeypatch, cxx):
+    monkeypatch.setenv("CXX", cxx)
+    assert next(doctor.compiler()).status is Status.OK
+
+
+def test_a_compiler_that_tells_no_version_is_not_judged(monkeypatch):
+    monkeypatch.setenv("CXX", "/bin/echo")
+    check = next(doctor.compiler())
+    assert check.status is Status.NOTE
+    assert "no version" in check.found
+
+
+def test_a_machine_without_shared_memory(monkeypatch):
+    def none(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", none)
+    (check,) = [check for check in doctor.machine() if check.name == "/dev/shm"]
+    assert check.status is Status.MISSING
+    assert "mount" in check.remedy
+
+
+def test_an_import_that_takes_too_long_is_not_put_down_to_the_installation(monkeypatch):
+    with_installed(monkeypatch, torch="2.13.0+cpu", vllm="0.32.0", nixl="1.5.0")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    slow = doctor.slow("import this", 120)
+    monkeypatch.setattr(doctor, "import_error", lambda module: slow)
+    for check in (*doctor.vllm(), *doctor.torch(), *doctor.nixl(), *doctor.native_modules()):
+        assert check.status is Status.MISSING
+        assert "120 s" in check.found
+        assert "try again" in check.remedy
+
+
+def test_a_narrow_terminal_cuts_no_remedy(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    check = Check("thing", Status.MISSING, "found", "pip install 'vllm-expertplex[cuda,and,more]'")
+    monkeypatch.setattr(doctor, "CHECKS", [lambda: iter([check])])
+    monkeypatch.setattr(doctor.CHECKS[0], "__name__", "thing", raising=False)
+    assert doctor.run(argparse.Namespace()) == 1
+    assert "…" not in capsys.readouterr().out

@@ -6,6 +6,7 @@ an ordinary user of the server: it starts `vllm serve` as a process and speaks H
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -23,6 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from vllm_expertplex.layout import Layout
 
 HELP = "serve a small MoE model with three kinds of server, and ask it something"
 
@@ -196,7 +199,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("serve_args", nargs="*", help="after `--`: more options for `vllm serve`")
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what a server would refuse only after a model was made and loaded."""
+    Layout.parse(args.layout)
+    if not 0 <= args.port < 1 << 16:
+        raise ValueError(f"--port {args.port}: expected 1 to 65535, or 0 for any that is free")
+    if args.max_tokens < 1:
+        raise ValueError(f"--max-tokens {args.max_tokens}: expected 1 or more")
+    if not 0 < args.start_timeout < math.inf:
+        raise ValueError(f"--start-timeout {args.start_timeout}: expected seconds, more than 0")
+
+
 def run(args: argparse.Namespace) -> int:
+    try:
+        check(args)
+    except ValueError as error:
+        print(f"vllm-expertplex demo: {error}", file=sys.stderr)
+        return 2
     from openai import OpenAIError
 
     console = Console()

