@@ -132,7 +132,6 @@ NB_MODULE(_scheduler, m) {
   m.attr("PREFILL") = kPrefill;
   m.attr("MAX_SOURCES") = kMaxSources;
   m.attr("MAX_WORKERS") = kMaxWorkers;
-  m.attr("IN_FLIGHT") = kDepth;
   m.attr("PANEL") = kPanel;
 
   nb::enum_<Dtype>(m, "Dtype")
