@@ -133,3 +133,16 @@ def test_other_requests_are_left_alone(kv: dict[str, Any] | None, output: list[i
     assert request.generator is not None
     untouched = torch.Generator().manual_seed(17)
     assert torch.equal(request.generator.get_state(), untouched.get_state())
+
+
+def test_nixls_progress_thread_sleeps_whatever_its_agent_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from nixl._api import nixlBind
+
+    monkeypatch.setattr(nixlBind, "nixlAgentConfig", nixlBind.nixlAgentConfig)
+    patches._applied.discard("nixl-progress")
+    patches._let_nixl_sleep()
+    config = nixlBind.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, 0
+    assert (config.useProgThread, config.pthrDelay) == (True, patches.NIXL_SLEEP_US)

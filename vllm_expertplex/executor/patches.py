@@ -15,7 +15,7 @@ patch installs beyond where it goes.
 | forkserver | `v1.engine.utils.get_mp_context` returns Python's fork server context | one import of vLLM for all servers instead of one each | `forkserver` among vLLM's start methods |
 | kv-free-requests | `InputProcessor._validate_params` refuses more than one token under `--executor asyncep` with kv_free | a request must be refused before vLLM has registered it | a hook to validate requests |
 | microbatches | `executor/microbatches.py` puts itself before `_model_forward` and `_determine_batch_execution_and_padding` of a prefill server's `GPUModelRunner` | vLLM cuts steps in two only under data parallelism, with an all-to-all of its own | microbatching that a plugin can choose |
-| nixl-progress | `nixl_agent_config` without progress thread (CPU) | the thread spins a core per server | an option in vLLM's NIXL connector |
+| nixl-progress | NIXL's progress thread sleeps between two looks (CPU) | it spins, a core per server; without it a transfer ends only when both servers are between two steps, a dozen of them later | `pthrDelay` among the options of NIXL's Python agent |
 
 The first five are applied in every process, so plain `vllm serve` gets the CPU fixes too;
 lost-server-error and forkserver only in the API server, first-token, microbatches and
@@ -24,13 +24,16 @@ nixl-progress only in attention servers.
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm_expertplex.executor.scheduler_keys import first_token
+
+# Between two looks of NIXL's progress thread on CPUs. It costs 0.6 % of a core; a prompt's KV takes
+# longer to copy.
+NIXL_SLEEP_US = 5000
 
 _applied: set[str] = set()
 
@@ -184,7 +187,6 @@ def explain_errors(reason: Callable[[str], str | None]) -> None:
 
 def apply_attention_patches() -> None:
     """Patches of an attention server's process; call before its KV connector is created."""
-    import vllm.distributed.nixl_utils as nixl_utils
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
@@ -197,17 +199,29 @@ def apply_attention_patches() -> None:
 
     patch("first-token", InputBatch, "add_request", "self request", add)
 
-    if not current_platform.is_cpu() or "nixl-progress" in _applied:
+    if current_platform.is_cpu():
+        _let_nixl_sleep()
+
+
+def _let_nixl_sleep() -> None:
+    if "nixl-progress" in _applied:
         return
-    config = nixl_utils.nixl_agent_config
-    if config is None:
-        raise PatchError("NIXL does not import; pip install 'nixl>=1.5,<2'")
-    quiet = functools.partial(config, enable_prog_thread=False)
-    nixl_utils.nixl_agent_config = quiet
-    # The connector binds the name when it is imported, which may have happened already.
-    worker = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker")
-    if worker is not None:
-        worker.nixl_agent_config = quiet  # type: ignore[attr-defined]
+    try:
+        from nixl._api import nixlBind
+    except ImportError as error:
+        raise PatchError(f"NIXL: {error}; pip install 'nixl>=1.5,<2'") from error
+    original = nixlBind.nixlAgentConfig
+    delay: Any = getattr(original, "pthrDelay", None)
+    if delay is None:
+        raise PatchError(
+            "patch 'nixl-progress': nixlAgentConfig has no pthrDelay; pip install 'nixl>=1.5,<2'"
+        )
+
+    class SleepyConfig(original):  # type: ignore[misc, valid-type]
+        # NIXL's agent sets 0: never sleep.
+        pthrDelay = property(delay.fget, lambda self, _: delay.fset(self, NIXL_SLEEP_US))
+
+    nixlBind.nixlAgentConfig = SleepyConfig
     _applied.add("nixl-progress")
 
 
