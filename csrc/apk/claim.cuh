@@ -44,44 +44,58 @@ enum class Found : uint32_t {
   kTile,       // a tile of any
 };
 
-// One thread. The next ticket of the last tile's stage, if p_i is what it was. kStop: none. The
-// stage may end meanwhile, if the last tile was short; the ticket is then one of the stage or the
-// operation that follows in this slot (see scheduler/queue.h), and as good.
-__device__ __forceinline__ Found claim_again(State& s, Claimer& c, Tile& tile) {
-  if (!c.known) return Found::kStop;
+// One thread. The next ticket of whatever is open in the last tile's slot; kStop: none. Its stage
+// may have ended meanwhile: the ticket is then one of the stage or the operation that follows there
+// (see scheduler/queue.h), and as good.
+__device__ __forceinline__ Found draw_again(State& s, Claimer& c, Tile& tile) {
   c.known = false;
-  if (load_acquire(s.p[c.worker.index].value) != c.word) return Found::kStop;
   const Ticket t = unpack(fetch_add(s.queue[tile.phase].slot[tile.slot].ticket, uint64_t{1}));
   if (t.next >= t.limit) return Found::kStop;
   const bool same = (t.seq & 0xfffu) == tile.seq;
   tile.ticket = t.next;
   tile.seq = static_cast<uint16_t>(t.seq);
   tile.stage = static_cast<uint8_t>(t.stage);
+  c.worker.hold_until = 0;
   ++c.worker.cursor[tile.phase].taken;
   count(c.worker.counters.tiles[tile.phase], 1);
   c.known = c.worker.cursor[tile.phase].taken + 1 < s.config.quantum;
   return same ? Found::kSameStage : Found::kTile;
 }
 
-// The whole warp: what the tile's operation looks like, from global memory.
-__device__ __forceinline__ void learn_stage(const State& s, const Template* templates,
-                                            const Tile& tile, StageCache& cache) {
+// One thread. The short way to the next tile, if it is open: see may_repeat().
+__device__ __forceinline__ Found claim_again(State& s, Claimer& c, Tile& tile) {
+  if (!c.known || load_acquire(s.p[c.worker.index].value) != c.word) return Found::kStop;
+  return draw_again(s, c, tile);
+}
+
+// One thread, which has found nothing to claim. Until there may be something, or `until`; the stage
+// that follows the last tile's is taken as soon as it opens. `seen`: the scheduler's work word
+// before; `hold`: nothing but that stage is waited for.
+__device__ __forceinline__ Found await_stage(State& s, Claimer& c, uint32_t seen, bool hold,
+                                             uint64_t until, Tile& tile) {
+  bool changed = false;
+  do {
+    const uint64_t word = load_relaxed(s.p[c.worker.index].value);  // three loads in flight
+    const Ticket t = unpack(load_relaxed(s.queue[tile.phase].slot[tile.slot].ticket));
+    const uint32_t work = load_relaxed(s.work);
+    if (word != c.word || (hold && t.last)) break;  // that operation has no stage to come
+    if (t.next < t.limit) {
+      if (draw_again(s, c, tile) == Found::kStop) break;
+      c.worker.last_phase = tile.phase;
+      c.worker.tile_epoch = c.worker.epoch;
+      return Found::kTile;
+    }
+    if (changed) break;  // the ticket has been read since
+    changed = !hold && work != seen;
+  } while (global_ns() < until);
+  return Found::kStop;
+}
+
+__device__ __forceinline__ void learn_groups(const Groups& g, uint32_t stage, StageCache& cache) {
   const uint32_t lane = threadIdx.x % 32;
-  if (lane == 0) {
-    const Operation& op = s.queue[tile.phase].slot[tile.slot].op;
-    cache.where = static_cast<uint32_t>(op.user & 0xfff) | op.layer << 16;
-    cache.tokens = tokens_of(op.user);
-  }
-  __syncwarp();
-  const Groups& g = *templates[cache.where & 0x3ff].groups;
-  if (tile.stage != kStageGateUp && tile.stage != kStageDown) {
-    if (lane == 0)
-      cache.items = tile.stage == kActivate ? __ldcg(&g.activate_items)
-                                            : items_per_warp(tile.stage, cache.tokens);
-    __syncwarp();
-    return;
-  }
-  const uint32_t* tiles = g.tiles[tile.stage == kStageDown ? kDown : kGateUp];
+  if (stage == kActivate && lane == 0) cache.items = __ldcg(&g.activate_items);
+  if (stage != kStageGateUp && stage != kStageDown) return;
+  const uint32_t* tiles = g.tiles[stage == kStageDown ? kDown : kGateUp];
 #pragma unroll 4
   for (uint32_t e = lane; e < kExperts; e += 32) {
     cache.tiles[e + 1] = __ldcg(tiles + e + 1);
@@ -89,6 +103,28 @@ __device__ __forceinline__ void learn_stage(const State& s, const Template* temp
     cache.row0[e] = __ldcg(g.row0 + e);
   }
   if (lane == 0) cache.tiles[0] = 0;
+}
+
+// The whole warp: what the tile's operation looks like, from global memory. Most often it is the
+// operation of the tile before, so its groups are loaded without waiting for the answer.
+__device__ __forceinline__ void learn_stage(const State& s, const Template* templates,
+                                            const Tile& tile, StageCache& cache) {
+  const uint32_t lane = threadIdx.x % 32, before = cache.where & 0x3ff;
+  uint32_t where = 0, tokens = 0;
+  if (lane == 0) {
+    const Operation& op = s.queue[tile.phase].slot[tile.slot].op;
+    where = static_cast<uint32_t>(op.user & 0xfff) | op.layer << 16;
+    tokens = tokens_of(op.user);
+  }
+  __syncwarp();
+  learn_groups(*templates[before].groups, tile.stage, cache);
+  where = __shfl_sync(~0u, where, 0);
+  if ((where & 0x3ff) != before) learn_groups(*templates[where & 0x3ff].groups, tile.stage, cache);
+  if (lane == 0) {
+    cache.where = where;
+    cache.tokens = tokens;
+    if (tile.stage != kActivate) cache.items = items_per_warp(tile.stage, tokens);
+  }
   __syncwarp();
 }
 

@@ -98,6 +98,8 @@ __device__ __forceinline__ void watch(SharedMemory& sh, const Launch& p, uint32_
     }
     __nanosleep(cluster == 0 ? 2000 : 20000);
   }
+  // The cluster may have ended by an abort of its own, between two looks at the stop word.
+  if (cluster == 0) attend_host(sh, p, global_ns(), told);
   if (p.tallies) tell_tally(sh, p, cluster);
 }
 

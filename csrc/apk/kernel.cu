@@ -40,9 +40,11 @@ __device__ __forceinline__ Found claim_any(SharedMemory& sh, const Launch& p,
     const Next next = claim(s, sh.claimer.worker, now, tile);
     if (next == Next::kStop) return Found::kStop;
     if (next == Next::kTile) return Found::kTile;
-    if (next == Next::kIdle)
-      while (load_relaxed(s.work) == seen && global_ns() < now + 20000) {
-      }
+    const bool hold = next == Next::kHold;
+    if (!hold || (at.count && tile.phase == kDecode)) {
+      const Found found = await_stage(s, sh.claimer, seen, hold, now + (hold ? 5000 : 20000), tile);
+      if (found != Found::kStop) return found;
+    }
     if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.tile_deadline) && !ended_before(sh, at))
       return Found::kOverdue;
     if (global_ns() >= *static_cast<volatile uint64_t*>(&sh.deadline)) return Found::kStop;
@@ -66,6 +68,7 @@ __device__ __forceinline__ void schedule(SharedMemory& sh, const Launch& p, uint
   if (lane == 0) {
     init(claimer.worker, cluster);
     claimer.known = false;
+    sh.known.where = 0;
   }
   __syncwarp();
   for (RingPosition at;; at.advance()) {

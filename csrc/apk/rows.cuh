@@ -23,7 +23,8 @@ __device__ __forceinline__ void warp_range(const TileMessage& m, uint32_t rank, 
 }
 
 // Units [0, n): the next one's loads are in flight while one is used. A row stage is as fast as its
-// loads are many.
+// loads are many: they must not depend on a condition, for which ptxas makes each wait for the one
+// before. More of them, in more code, is slower: instructions are what these loops wait for then.
 template <class Buffer, class Load, class Use>
 __device__ __forceinline__ void overlap(uint32_t n, Load load, Use use) {
   if (n == 0) return;
@@ -35,6 +36,13 @@ __device__ __forceinline__ void overlap(uint32_t n, Load load, Use use) {
     if (i + 1 < n) load(i + 1, next);
     use(i, now);
   }
+}
+
+__device__ __forceinline__ float silu(float x) {
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.442695041f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
+  return x * r;
 }
 
 // SiLU(gate) * up, then FP8 with one scale per 128 columns: half a warp per 128 columns, 8 columns
@@ -61,11 +69,9 @@ __device__ __forceinline__ void activate_tile(const TileMessage& m, const Templa
 #pragma unroll
     for (uint32_t j = 0; j < kAtOnce; ++j) {
       const uint32_t c = (unit % kUnits * kAtOnce + j) * 256 + lane * 8;
-      v.gate[j] = v.up[j] = uint4{};
-      if (c < kIntermediate) {
-        v.gate[j] = __ldcg(reinterpret_cast<const uint4*>(gate + c));
-        v.up[j] = __ldcg(reinterpret_cast<const uint4*>(gate + kIntermediate + c));
-      }
+      const __nv_bfloat16* at = gate + min(c, kIntermediate - 8);
+      v.gate[j] = __ldcg(reinterpret_cast<const uint4*>(at));
+      v.up[j] = __ldcg(reinterpret_cast<const uint4*>(at + kIntermediate));
     }
   };
   auto use = [&](uint32_t unit, const Values& v) __attribute__((always_inline)) {
@@ -80,8 +86,8 @@ __device__ __forceinline__ void activate_tile(const TileMessage& m, const Templa
 #pragma unroll
       for (uint32_t n = 0; n < 4; ++n) {
         const float2 a = __bfloat1622float2(g2[n]), b = __bfloat1622float2(u2[n]);
-        y[2 * n] = __fdividef(a.x, 1.0f + __expf(-a.x)) * b.x;
-        y[2 * n + 1] = __fdividef(a.y, 1.0f + __expf(-a.y)) * b.y;
+        y[2 * n] = silu(a.x) * b.x;
+        y[2 * n + 1] = silu(a.y) * b.y;
         largest = fmaxf(largest, fmaxf(fabsf(y[2 * n]), fabsf(y[2 * n + 1])));
       }
       if constexpr (kFp8) {
@@ -142,13 +148,10 @@ __device__ __forceinline__ void gather_tile(const Launch& p, const TileMessage& 
 #pragma unroll
     for (uint32_t k = 0; k < kTopK; ++k) {
       const uint32_t row = __shfl_sync(~0u, rows, from + k);
+      const __nv_bfloat16* of = down + static_cast<size_t>(row == kNoRow ? 0 : row) * kHidden;
 #pragma unroll
-      for (uint32_t j = 0; j < kLoads; ++j) {
-        to.v[j][k] = uint4{};
-        if (row != kNoRow && begin + j * 256 < kHidden)
-          to.v[j][k] = __ldcg(reinterpret_cast<const uint4*>(
-              down + static_cast<size_t>(row) * kHidden + begin + j * 256));
-      }
+      for (uint32_t j = 0; j < kLoads; ++j)
+        to.v[j][k] = __ldcg(reinterpret_cast<const uint4*>(of + min(begin + j * 256, kHidden - 8)));
     }
   };
   auto use = [&](uint32_t unit, const Values& from) __attribute__((always_inline)) {
@@ -161,6 +164,7 @@ __device__ __forceinline__ void gather_tile(const Launch& p, const TileMessage& 
 #pragma unroll
       for (uint32_t k = 0; k < kTopK; ++k) {
         const float w = __shfl_sync(~0u, weights, (token - token0) * kTopK + k);
+        if (__shfl_sync(~0u, rows, (token - token0) * kTopK + k) == kNoRow) continue;
         const auto* v2 = reinterpret_cast<const __nv_bfloat162*>(&from.v[j][k]);
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {

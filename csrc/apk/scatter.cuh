@@ -161,53 +161,63 @@ __device__ __forceinline__ void count_tile(const Launch& p, const TileMessage& m
 }
 
 // This warp's pairs: rows of tokens and their scales to where `row_of(pair, origin)` says, which
-// one lane each asks. A token is read once for all its experts here.
+// one lane each asks. A token is read once for all its experts here, while they are asked.
 template <class RowOf>
 __device__ __forceinline__ void copy_pairs(const Origins& origins, const TileMessage& m,
                                            const Template& op, uint32_t rank, RowOf row_of) {
   constexpr uint32_t kRowBytes = kHidden * kElementBytes, kChunks = kRowBytes / 16;
-  constexpr uint32_t kAtOnce = 4;  // per lane; more costs the GEMM's mainloop its registers
+  constexpr uint32_t kRounds = ceil_div(kChunks, 32 * 8),  // of at most eight loads per lane
+      kAtOnce = ceil_div(kChunks, 32 * kRounds);
+  constexpr uint32_t kScales = kFp8 ? ceil_div(kHidden / 128, 32) : 0;
   const uint32_t lane = thread_index() % 32;
   uint32_t first, last;
   warp_range(m, rank, m.tokens() * kTopK, m.items(), first, last);
   while (first < last) {
     const uint32_t token = first / kTopK, end = min(last, (token + 1) * kTopK), pairs = end - first;
     const Origin from = origins.find(token);
+    const uint4* src = reinterpret_cast<const uint4*>(from.slot->tokens +
+                                                      static_cast<size_t>(from.token) * kRowBytes);
+    uint4 v[kAtOnce];
+    auto load = [&](uint32_t round) {
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t c = (round * kAtOnce + i) * 32 + lane;
+        v[i] = uint4{};  // else its registers count as live in the GEMM's mainloop
+        if (c < kChunks) v[i] = __ldcg(src + c);
+      }
+    };
+    load(0);
+    float scale[kScales + 1];
+#pragma unroll
+    for (uint32_t i = 0; i < kScales; ++i) {
+      const uint32_t k = i * 32 + lane;
+      scale[i] = 0;
+      if (k < kHidden / 128)
+        scale[i] = __ldcg(from.slot->token_scales + from.token * (kHidden / 128) + k);
+    }
     uint32_t row = kNoRow;
     if (lane < pairs) {
       row = row_of(first + lane, from);
       op.row_of[first + lane] = row;
     }
     const uint32_t present = __ballot_sync(~0u, row != kNoRow);
-    if (present) {
-      const uint4* src = reinterpret_cast<const uint4*>(
-          from.slot->tokens + static_cast<size_t>(from.token) * kRowBytes);
-      for (uint32_t c = lane; c < ceil_div(kChunks, kAtOnce * 32) * kAtOnce * 32;
-           c += kAtOnce * 32) {
-        uint4 v[kAtOnce];
+#pragma unroll 1
+    for (uint32_t round = 0; round < kRounds; ++round) {
+      if (round) load(round);
+      for (uint32_t p = present; p; p &= p - 1) {
+        const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
+        uint4* dst = reinterpret_cast<uint4*>(op.rows + static_cast<size_t>(to) * kRowBytes);
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
-          v[i] = uint4{};  // else its registers count as live in the GEMM's mainloop
-          if (c + i * 32 < kChunks) v[i] = __ldcg(src + c + i * 32);
+          const uint32_t c = (round * kAtOnce + i) * 32 + lane;
+          if (c < kChunks) __stcg(dst + c, v[i]);
         }
-        for (uint32_t p = present; p; p &= p - 1) {
-          const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
-          uint4* dst = reinterpret_cast<uint4*>(op.rows + static_cast<size_t>(to) * kRowBytes);
+        if (round) continue;
 #pragma unroll
-          for (uint32_t i = 0; i < kAtOnce; ++i)
-            if (c + i * 32 < kChunks) __stcg(dst + c + i * 32, v[i]);
-        }
-      }
-      if constexpr (kFp8) {
-        for (uint32_t k = lane; k < ceil_div(kHidden / 128, 32) * 32; k += 32) {
-          const float scale =
-              k < kHidden / 128 ? __ldcg(from.slot->token_scales + from.token * (kHidden / 128) + k)
-                                : 0;
-          for (uint32_t p = present; p; p &= p - 1) {
-            const uint32_t to = __shfl_sync(~0u, row, __ffs(p) - 1);
-            if (k < kHidden / 128)
-              op.row_scales[static_cast<size_t>(k) * op.row_capacity + to] = scale;
-          }
+        for (uint32_t i = 0; i < kScales; ++i) {
+          const uint32_t k = i * 32 + lane;
+          if (k < kHidden / 128)
+            op.row_scales[static_cast<size_t>(k) * op.row_capacity + to] = scale[i];
         }
       }
     }

@@ -20,10 +20,12 @@ struct ReadyWord {
 };
 static_assert(kPrefill == 1 && kDecode == 0, "the ready word's phase bit");
 
-// The whole controller warp, after one or more operations have been put into a phase's queue.
+// The whole controller warp, after one or more operations have been put into a phase's queue. Idle
+// clusters need no check epoch to find them, and an epoch takes microseconds.
 __device__ __forceinline__ void tell_workers(State& s, uint32_t phase, uint64_t now) {
-  if (phase == kDecode) announce_all(s, now);
   if (threadIdx.x % 32 == 0) wake(s);
+  if (phase == kDecode) announce_all(s, now);
+  if (phase == kDecode && threadIdx.x % 32 == 0) wake(s);
   __syncwarp();
 }
 

@@ -117,21 +117,29 @@ def test_stop_and_restart_100_times(small: PersistentKernel) -> None:
     assert max(waits) < 0.5
 
 
-def test_hung_tile_is_named_and_the_launch_ends(small: PersistentKernel) -> None:
+@pytest.mark.parametrize("clusters", [None, 2])
+def test_hung_tile_is_named_and_the_launch_ends(
+    small: PersistentKernel, clusters: int | None
+) -> None:
+    """Whichever cluster has it: of two, the one that watches the stop word has it every other
+    time.
+    """
+    kernel = PersistentKernel(small.shape, clusters=clusters)
     layer = operands.random_layer(small.shape)
     op = OperationTemplate(small.shape, 64, False, small.device)
     operands.fill_tokens(op, 64, random_ids(64, 4, 8))
     hang = structs.Operation(sources=1, user=0, layer=0, n_stages=8)
     hang.tiles[structs.HANG] = 1
-    run = small.prepare([op], [layer], [(0, structs.DECODE, hang)], tile_ms=50, max_ms=5000)
-    run.launch()
-    done = threading.Event()
+    for _ in range(8):
+        run = kernel.prepare([op], [layer], [(0, structs.DECODE, hang)], tile_ms=20, max_ms=5000)
+        run.launch()
+        done = threading.Event()
 
-    def wait() -> None:
-        torch.cuda.synchronize()
-        done.set()
+        def wait(done: threading.Event = done) -> None:
+            torch.cuda.synchronize()
+            done.set()
 
-    threading.Thread(target=wait, daemon=True).start()
-    assert done.wait(2.0), "the launch did not end"
-    with pytest.raises(KernelHang, match=r"took too long.*hanging tile"):
-        run.check()
+        threading.Thread(target=wait, daemon=True).start()
+        assert done.wait(2.0), "the launch did not end"
+        with pytest.raises(KernelHang, match=r"took too long.*hanging tile"):
+            run.check()
