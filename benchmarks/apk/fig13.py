@@ -23,15 +23,17 @@ from common import (
     graph_us,
     random_fp8,
     random_scales,
+    replay_us,
     report,
     row,
 )
 from deepgemm import Config, DeepGemm
 
+from vllm_expertplex.cuda.graph import captured_times
 from vllm_expertplex.moe_server.apk import structs
 from vllm_expertplex.moe_server.apk.buffers import LayerWeights, OperationTemplate
 from vllm_expertplex.moe_server.apk.jit import KernelShape, Toolchain, cache_dir
-from vllm_expertplex.moe_server.apk.kernel import PersistentKernel
+from vllm_expertplex.moe_server.apk.kernel import FiniteRun, PersistentKernel
 
 GEMMS = ("GateUp", "Down")
 STAGES = (structs.GATE_UP, structs.DOWN)
@@ -103,6 +105,22 @@ def measure(
     )
 
 
+def side_by_side(run: FiniteRun, reference: DeepGemm) -> tuple[float, float, float, float]:
+    """Medians in us, taken in turns, since a GPU's clock falls as it gets warm: ours from a graph,
+    in the kernel, to the first claim; the peer's from a graph.
+    """
+    graphs = [captured_times(launch, 1) for launch in (run.launch, reference.launch)]
+    samples = []
+    for _ in range(12):
+        submitted, first, done = run.run().operations[0]
+        ours, theirs = (replay_us(graph, 1) for graph in graphs)
+        samples.append((ours, (done - submitted) / 1e3, (first - submitted) / 1e3, theirs))
+    ours, inside, start, theirs = (
+        statistics.median(column) for column in zip(*samples[1:], strict=True)
+    )
+    return ours, inside, start, theirs
+
+
 def contiguous(model: str, rows_list: list[int], tuning: dict, rows_out: list[dict]) -> None:
     h, i = MODELS[model]
     shape = KernelShape(h, i, experts=8, top_k=8, **tuning)
@@ -116,16 +134,21 @@ def contiguous(model: str, rows_list: list[int], tuning: dict, rows_out: list[di
         for gemm, stage in enumerate(STAGES):
             n, k = (2 * i, h) if gemm == 0 else (h, i)
             a, sfa, out = operands(op, gemm)
-            out.view(torch.uint8).fill_(0xFF)
-            ours, inside, start = measure(kernel, op, layers, stage)
             b, sfb = layers[0].weights[gemm], layers[0].scales[gemm]
-            error = gemm_error(out, a, sfa, b, sfb, [(rows * e, rows) for e in range(8)])
+            run = kernel.prepare(
+                [op], layers, [(0, structs.PREFILL, op.gemm_operation(0, 0, stage))]
+            )
             reference = peer(Config(n, k, 8, False, 128, 192, 4, 2)).bind(
                 a, sfa, b.view(-1, k), sfb, out, layout, 8 * rows
             )
-            out.view(torch.uint8).fill_(0xFF)
-            theirs = graph_us(reference.launch, repeats=1)
-            peer_error = gemm_error(out, a, sfa, b, sfb, [(rows * e, rows) for e in range(8)])
+            spans = [(rows * e, rows) for e in range(8)]
+            errors = []
+            for launch in (run.launch, reference.launch):
+                out.view(torch.uint8).fill_(0xFF)
+                launch()
+                errors.append(gemm_error(out, a, sfa, b, sfb, spans))
+            error, peer_error = errors
+            ours, inside, start, theirs = side_by_side(run, reference)
             flops = 2.0 * 8 * rows * n * k
             floor = flops / FP8_TFLOPS / 1e6
             r = row(

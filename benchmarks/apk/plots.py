@@ -1,5 +1,5 @@
-"""Draws the kept results of the persistent kernel: sharing one GPU (Fig. 11/12 as a Pareto plot)
-and grouped GEMMs against DeepGEMM (Fig. 13).
+"""Draws the kept results of the persistent kernel: latency by active experts (Fig. 6), sharing one
+GPU (Fig. 11/12 as a Pareto plot), grouped GEMMs against DeepGEMM (Fig. 13).
     python benchmarks/apk/plots.py benchmarks/results docs/figures
 """
 
@@ -18,7 +18,7 @@ import matplotlib.ticker
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-_MARKS = {"APK": "o", "Green Context": "s", "stream priority": "^"}
+_MARKS = {"APK": "o", "Green Context": "s", "MPS": "D", "stream priority": "^"}
 PAPER = (1.08, 1.12)  # decode, prefill: ExpertPlex, Fig. 11/12
 
 
@@ -95,6 +95,29 @@ def gemms(results: Path, out: Path) -> None:
     figure.savefig(out / "apk_fig13.png", dpi=120)
 
 
+def experts(results: Path, out: Path) -> None:
+    """Latency by active experts, one line per number of rows; DeepGEMM's dotted."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    lines: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
+    for r in rows(results, "apk_fig06"):
+        found = re.match(r"\S+ (\w+) masked (\d+) active x (\d+)", r["name"])
+        assert found is not None, r["name"]
+        point = (int(found[2]), r["in_kernel"], r["peer"])
+        lines.setdefault((found[1], int(found[3])), []).append(point)
+    for (gemm, n), points in lines.items():
+        axis = axes[int(gemm == "Down")]
+        active, ours, theirs = zip(*sorted(points), strict=True)
+        (line,) = axis.plot(active, ours, "o-", label=f"{n} rows each")
+        axis.plot(active, theirs, ":", color=line.get_color())
+        axis.set(xscale="log", xlabel="active experts", title=f"M2.7 {gemm}; dotted: DeepGEMM")
+        _ticks(axis.xaxis, (1, 2, 4, 8, 16, 32, 64))
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="us", ylim=(0, None))
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out / "apk_fig06.png", dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -102,7 +125,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="folder with apk_*-h200.json")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     args = parser.parse_args()
-    for draw in (sharing, gemms):
+    for draw in (experts, sharing, gemms):
         draw(args.results, args.out)
 
 

@@ -1,74 +1,53 @@
-"""Fig. 11/12: decode and prefill on one GPU: the persistent kernel against CUDA stream priority
-and Green Context.
+"""Fig. 11/12: decode and prefill on one GPU: the persistent kernel against CUDA stream priority,
+MPS and Green Context, in one run.
 
 GLM-5.1 GateUp, 8 experts. Decode is launched 10 us after prefill. Two readings of the paper's
-shapes: 8,192 and 128
-rows per expert, or in total. Each way is compared with its own kernels alone on the GPU
-("exclusive").
+shapes: 8,192 and 128 rows per expert, or in total. Each way is compared with its own kernels alone
+on the GPU ("exclusive"); the other ways run DeepGEMM's.
     python benchmarks/apk/sharing.py --json benchmarks/results/apk_sharing-h200.json
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
-import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
+import mps
 import torch
-from common import MODELS, random_scales, report, row
+from common import report, row
 from cuda.bindings import driver as cu
-from deepgemm import Config, DeepGemm
-from fig13 import fill, make_layers, peer
+from fig13 import make_layers
+from pair import (
+    DELAY_US,
+    EXPERTS,
+    READINGS,
+    Helpers,
+    Reading,
+    decode_peer,
+    decode_template,
+    prefill_peer,
+    prefill_template,
+    shape,
+)
 
 from vllm_expertplex.moe_server.apk import structs
 from vllm_expertplex.moe_server.apk.buffers import LayerWeights, OperationTemplate
 from vllm_expertplex.moe_server.apk.driver import check
-from vllm_expertplex.moe_server.apk.jit import KernelShape, Toolchain, cache_dir
 from vllm_expertplex.moe_server.apk.kernel import PersistentKernel
 
-_HELPERS = """
-extern "C" __global__ void stamp(unsigned long long* t) { asm volatile("mov.u64 %0, %%globaltimer;"
-: "=l"(*t)); }
-extern "C" __global__ void delay(unsigned long long ns) {
-  unsigned long long a, b; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a));
-  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(b)); while (b - a < ns); }
-"""
-DELAY_US = 10
+BUDGETS = (32, 64, 88, 110, 132)  # of decode, in SMs
+GREEN_SMS = (32, 64, 96)  # of decode
 
 
-class Helpers:
-    """Kernels that note the time and wait, usable from any context of the device."""
+class Took(NamedTuple):
+    """Microseconds of both phases, one way of running them."""
 
-    def __init__(self) -> None:
-        cubin = cache_dir() / "sharing-helpers.cubin"
-        if not cubin.exists():
-            cubin.with_suffix(".cu").write_text(_HELPERS)
-            command = [
-                Toolchain.find().nvcc,
-                "-cubin",
-                "-arch=sm_90",
-                str(cubin.with_suffix(".cu")),
-                "-o",
-                str(cubin),
-            ]
-            subprocess.run(command, check=True)
-        library = check(
-            cu.cuLibraryLoadData(cubin.read_bytes(), [], [], 0, [], [], 0), "loading helpers"
-        )
-        self._kernels = {
-            n: check(cu.cuLibraryGetKernel(library, n.encode()), n) for n in ("stamp", "delay")
-        }
-
-    def launch(self, name: str, value: int, stream: int) -> None:
-        argument = ctypes.c_uint64(value)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        kernel = cu.CUfunction(int(self._kernels[name]))
-        check(
-            cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, ctypes.addressof(pointers), 0),
-            name,
-        )
+    way: str
+    setting: str
+    prefill: float
+    decode: float
 
 
 class Pair:
@@ -127,16 +106,16 @@ class Pair:
 
 def apk(
     kernel: PersistentKernel,
-    templates: list[OperationTemplate],
+    prefill: OperationTemplate,
+    decode: OperationTemplate,
     layers: list[LayerWeights],
-    budgets: list[int],
-) -> dict:
+    reading: Reading,
+) -> list[Took]:
     """Exclusive and contended times by decode's budget in SMs."""
-    prefill, decode = templates
-    x = sum(-(-r // 64) for r in [decode.rows_per_expert] * 8)
+    x = EXPERTS * -(-reading.decode // 64)
 
     def once(p: bool, d: bool, q: int) -> tuple[float, float]:
-        arrivals, used = [], []
+        arrivals = []
         if p:
             arrivals.append(
                 (0, structs.PREFILL, prefill.gemm_operation(0, 0, structs.GATE_UP, layer=0))
@@ -150,17 +129,16 @@ def apk(
                 )
             )
         run = kernel.prepare(
-            templates, layers, arrivals, structs.Budget(q, 2 * kernel.clusters, x, 2)
+            [prefill, decode], layers, arrivals, structs.Budget(q, 2 * kernel.clusters, x, 2)
         )
         results = [[(c - a) / 1e3 for a, _, c in run.run().operations] for _ in range(9)]
         used = [statistics.median(column) for column in zip(*results, strict=True)]
         return (used[0] if p else 0.0, used[-1] if d else 0.0)
 
     all_sms = 2 * kernel.clusters
-    out = {"exclusive": (once(True, False, all_sms)[0], once(False, True, all_sms)[1])}
-    for q in budgets:
-        out[f"q={q}"] = once(True, True, q)
-    return out
+    alone = once(True, False, all_sms)[0], once(False, True, all_sms)[1]
+    found = [Took("APK", "exclusive", *alone)]
+    return found + [Took("APK", f"q={q}", *once(True, True, q)) for q in BUDGETS]
 
 
 def green_streams(sms: int) -> list[tuple[int, int, int]]:
@@ -182,34 +160,28 @@ def green_streams(sms: int) -> list[tuple[int, int, int]]:
     return made
 
 
-def peers(
+def others(
+    pair: Pair,
     prefill: OperationTemplate,
     decode: OperationTemplate,
     layers: list[LayerWeights],
-    rows: tuple[int, int],
-    sms: tuple[int, int],
-) -> tuple[DeepGemm, DeepGemm]:
-    """DeepGEMM's kernels for the same operands, for the given rows per expert and SMs."""
-    (p_rows, d_rows), (n, k) = rows, layers[0].weights[0].shape[1:]
-    capacity = -(-d_rows // 64) * 64
-    layout = torch.arange(8, device="cuda", dtype=torch.int32).repeat_interleave(p_rows)
-    valid = torch.full((8,), d_rows, device="cuda", dtype=torch.int32)
-    sfa = random_scales(8 * (k // 128), capacity)
-    b = [w.weights[0].view(-1, k) for w in layers]
-    first = peer(Config(n, k, 8, False, 128, 192, 4, 2, sms[0])).bind(
-        prefill.rows,
-        prefill.row_scales,
-        b[0],
-        layers[0].scales[0],
-        prefill.hidden,
-        layout,
-        8 * p_rows,
-    )
-    tile, stages = (128, 5) if d_rows > 64 else (64, 8)
-    second = peer(Config(n, k, 8, True, tile, 128, stages, 1, sms[1])).bind(
-        decode.rows, sfa, b[1], layers[1].scales[0], decode.hidden, valid, capacity
-    )
-    return first, second
+    reading: Reading,
+) -> list[Took]:
+    """DeepGEMM's kernels: alone, by stream priority, and on SMs of their own."""
+    low, high = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-5)
+    first = prefill_peer(reading, prefill, layers[0]), low.cuda_stream, None
+    second = decode_peer(reading, decode, layers[1]), high.cuda_stream, None
+    p_work, d_work = (first[0].launch, *first[1:]), (second[0].launch, *second[1:])
+    alone = pair.median(p_work, None)[0], pair.median(None, d_work)[1]
+    found = [Took("DeepGEMM", "exclusive", *alone)]
+    found.append(Took("stream priority", "", *pair.median(p_work, d_work)))
+    for sms in GREEN_SMS:
+        (ds, dc, dstream), (ps, pc, pstream) = green_streams(sms)
+        a = prefill_peer(reading, prefill, layers[0], ps - ps % 2)
+        b = decode_peer(reading, decode, layers[1], ds)
+        took = pair.median((a.launch, pstream, pc), (b.launch, dstream, dc))
+        found.append(Took("Green Context", f"{ds}+{ps} SMs", *took))
+    return found
 
 
 def main() -> None:
@@ -217,77 +189,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-mps", action="store_true", help="where no MPS daemon can be started")
     args = parser.parse_args()
-    h, i = MODELS["GLM-5.1"]
-    shape = KernelShape(h, i, experts=8, top_k=8)
-    kernel, layers = PersistentKernel(shape), make_layers(shape, 2)
+    kernel, layers = PersistentKernel(shape()), make_layers(shape(), 2)
     pair = Pair(Helpers())
-    rows: list[dict] = []
-    for reading, p_rows, d_rows in (("per expert", 8192, 128), ("in total", 1024, 16)):
-        prefill = OperationTemplate(shape, 1, True, kernel.device, rows=8 * p_rows)
-        capacity = -(-d_rows // 64) * 64
-        decode = OperationTemplate(shape, 1, False, kernel.device, rows=8 * capacity + 64)
-        for op, r, c in ((prefill, p_rows, p_rows), (decode, d_rows, capacity)):
-            fill(op)
-            op.set_groups([r] * 8, [c * e for e in range(9)])
-            op.rows_per_expert = r
-        for name, (p, d) in apk(kernel, [prefill, decode], layers, [32, 64, 88, 110, 132]).items():
-            rows.append(
-                {"reading": reading, "way": "APK", "setting": name, "prefill": p, "decode": d}
-            )
-
-        low, high = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-5)
-        a, b = peers(prefill, decode, layers, (p_rows, d_rows), (132, 132))
-        p_work, d_work = (a.launch, low.cuda_stream, None), (b.launch, high.cuda_stream, None)
-        alone_p, alone_d = pair.median(p_work, None)[0], pair.median(None, d_work)[1]
-        rows.append(
-            {
-                "reading": reading,
-                "way": "DeepGEMM",
-                "setting": "exclusive",
-                "prefill": alone_p,
-                "decode": alone_d,
-            }
-        )
-        p, d = pair.median(p_work, d_work)
-        rows.append(
-            {"reading": reading, "way": "stream priority", "setting": "", "prefill": p, "decode": d}
-        )
-        for sms in (32, 64, 96):
-            try:
-                (ds, dc, dstream), (ps, pc, pstream) = green_streams(sms)
-                a, b = peers(prefill, decode, layers, (p_rows, d_rows), (ps - ps % 2, ds))
-                p, d = pair.median((a.launch, pstream, pc), (b.launch, dstream, dc))
-                rows.append(
-                    {
-                        "reading": reading,
-                        "way": "Green Context",
-                        "setting": f"{ds}+{ps} SMs",
-                        "prefill": p,
-                        "decode": d,
-                    }
-                )
-            except RuntimeError as e:
-                print(f"Green Context {sms}: {e}", flush=True)
+    under_mps = {} if args.no_mps else mps.measure()
     out = []
-    for r in rows:
-        base = next(
-            x
-            for x in rows
-            if x["reading"] == r["reading"]
-            and x["setting"] == "exclusive"
-            and (x["way"] == "APK") == (r["way"] == "APK")
-        )
-        for phase in ("decode", "prefill"):
-            out.append(
-                row(
-                    f"{r['reading']}: {r['way']} {r['setting']}: {phase}",
-                    "us",
-                    r[phase],
-                    base[phase],
-                    "exclusive, same kernels",
-                )
-            )
+    for n, reading in enumerate(READINGS):
+        prefill, decode = prefill_template(reading), decode_template(reading)
+        found = apk(kernel, prefill, decode, layers, reading)
+        found += others(pair, prefill, decode, layers, reading)
+        found += [Took("MPS", setting, *took[n]) for setting, took in under_mps.items()]
+        alone = {t.way: t for t in found if t.setting == "exclusive"}
+        for t in found:
+            base = alone["APK" if t.way == "APK" else "DeepGEMM"]
+            name = f"{reading.name}: {t.way} {t.setting}".strip()
+            for phase in ("decode", "prefill"):
+                ours, theirs = getattr(t, phase), getattr(base, phase)
+                out.append(row(f"{name}: {phase}", "us", ours, theirs, "exclusive, same kernels"))
     report("apk_sharing", out, args.json)
 
 
