@@ -69,3 +69,43 @@ def test_interrupt_while_a_subcommand_is_imported_is_no_traceback(monkeypatch):
 
     monkeypatch.setattr(cli.importlib, "import_module", interrupted)
     assert cli.main(["doctor"]) == 130
+
+
+def run_shell(line: str) -> subprocess.CompletedProcess[str]:
+    cli_command = f"{sys.executable} -m vllm_expertplex.cli"
+    return subprocess.run(
+        ["bash", "-c", line.replace("CLI", cli_command)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+PLAN = "CLI plan minimax-m2.7 --gpu h800 --brief"
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    done = run_shell(f"{PLAN} --json | head -c 1")
+    assert done.stdout == "{"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_output_that_cannot_be_written_is_one_line(option):
+    done = run_shell(f"{PLAN} {option} > /dev/full")
+    assert done.returncode == 1
+    assert "No space left" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_output_without_unicode_is_no_error():
+    done = run_shell("PYTHONIOENCODING=ascii CLI simulate minimax-m2.7 --modes chunked --goodput")
+    assert done.returncode == 0
+    assert "chunked prefill" in done.stdout
+
+
+@pytest.mark.parametrize("columns", ["0", "-1", "x", ""])
+def test_a_terminal_width_that_cannot_be_is_not_believed(columns):
+    done = run_shell(f"COLUMNS={columns} {PLAN}")
+    assert done.returncode == 0
+    assert "1P3D4E" in done.stdout

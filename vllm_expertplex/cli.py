@@ -6,7 +6,10 @@ another one's imports do not.
 """
 
 import argparse
+import contextlib
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -58,12 +61,35 @@ def build_parser(names: Sequence[str] = tuple(SUBCOMMANDS)) -> argparse.Argument
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit code (2: bad arguments, 130: interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
+    _prepare_output()
     known = argv[:1] if argv and argv[0] in SUBCOMMANDS else tuple(SUBCOMMANDS)
     try:
         args = build_parser(known).parse_args(argv)
-        return cast(int, args.run(args))
+        code = cast(int, args.run(args))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except OSError as error:  # the output's reader went away, or its disk is full
+        if not isinstance(error, BrokenPipeError):
+            print(f"vllm-expertplex {argv[0]}: {error}", file=sys.stderr)
+        _drop_output()
+        return 1
+
+
+def _prepare_output() -> None:
+    """Characters that the output's encoding lacks become `?`, and a width of 0 is none."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if os.environ.get("COLUMNS") == "0":
+        del os.environ["COLUMNS"]
+
+
+def _drop_output() -> None:
+    """What is left in the buffer cannot be written: the interpreter must not try at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
