@@ -30,7 +30,7 @@ def test_no_assumption_takes_what_it_cannot_be(name: str, value: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "sm_step=0", "masked_tile=0", "contiguous_tile=0", "decode_slots=0", "prefill_tokens=0",
+        "sm_step=0", "masked_tile=0", "contiguous_tile=0", "masked_tile=1e6", "decode_slots=0", "prefill_tokens=0",
         "max_prefill_requests=0", "cluster=0", "sm_step=1.5", "ttft_share=0", "ttft_share=5",
         "memory_utilisation=0", "memory_utilisation=88", "hbm_saturation=0", "combine_bytes=0",
         "pcie_bytes_per_s=0", "routing_sigma=1000", "buffers=worse", "buffers=", "ttft_share",
@@ -47,7 +47,8 @@ def test_an_assumption_out_of_its_range_is_named(change: str) -> None:
         "memory_bytes=0", "memory_bytes=nan", "memory_bytes=inf", "memory_bytes=-1", "sms=0",
         "sms=1", "sms=inf", "sms=13.5", "gpus_per_node=0", "gpus_per_node=-8", "fp8_flops=0",
         "bf16_flops=-1", "hbm_bytes_per_s=0", "nvlink_bytes_per_s=0", "efficiency.gemm=0",
-        "efficiency.gemm=3", "efficiency.hbm=nan", "sms", "sms=",
+        "efficiency.gemm=3", "efficiency.gemm=1e-300", "bf16_flops=1e-300",
+        "efficiency.hbm=nan", "sms", "sms=",
     ],
 )  # fmt: skip
 def test_a_gpu_that_cannot_be_is_refused(change: str) -> None:
@@ -170,3 +171,18 @@ def test_a_narrow_terminal_loses_no_figure(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert run() == 0
     assert "…" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("node", [1, 2, 4])
+def test_nodes_too_small_for_every_role_are_split_freely(node: int, capsys) -> None:
+    words = ["--gpus", "8", "--gpu-set", f"gpus_per_node={node}", "--ttft", "5", "--tpot", "1"]
+    assert run(*words) == 0
+    if node < 3:
+        assert run(*words, "--placement", "alike") == 2
+        assert "nodes of 3 GPUs or more" in capsys.readouterr().err
+
+
+def test_a_description_that_nothing_can_run_on_is_blamed(capsys) -> None:
+    words = ["--gpu-set", "nvlink_bytes_per_s=0.001", "--set", "sm_step=66"]
+    assert run(*words) == 1
+    assert "check --gpu-set" in capsys.readouterr().err

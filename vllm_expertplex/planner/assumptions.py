@@ -7,8 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_expertplex.planner.numbers import Amount, Count, Positive, Share, checked, parse
+from vllm_expertplex.planner.numbers import Amount, Count, Rate, Share, checked, parse
 
+Tile = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 US = 1e-6
 GB = 1e9
 
@@ -19,8 +20,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     ttft_share: Share = 0.5
     tpot_share: Share = 0.9
     routing_sigma: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.35
-    contiguous_tile: Count = 128
-    masked_tile: Count = 64
+    contiguous_tile: Tile = 128
+    masked_tile: Tile = 64
     cluster: Count = 2
     sm_step: Count = 12
     hbm_saturation: Share = 0.45
@@ -38,10 +39,10 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_utilisation: Share = 0.88
     runtime_reserve: Amount = 4 * GB
     graph_reserve: Amount = 1.5 * GB
-    combine_bytes: Positive = 2.0
+    combine_bytes: Rate = 2.0
     buffers: str = "worst"
-    pcie_bytes_per_s: Positive = 50 * GB
-    gather_gamma: Positive = 1.2
+    pcie_bytes_per_s: Rate = 50 * GB
+    gather_gamma: Rate = 1.2
     prefill_tokens: Count = 8192
     decode_slots: Count = 256
     max_prefill_requests: Count = 64

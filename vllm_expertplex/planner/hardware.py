@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from vllm_expertplex.planner.numbers import Count, Positive, Share, checked, parse
+from vllm_expertplex.planner.numbers import Count, Rate, Share, checked, parse
 
 GB = 1e9
 
@@ -27,13 +27,13 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU and the links of its node. Link rates are per GPU and per direction."""
 
     name: str
-    memory_bytes: Positive
-    hbm_bytes_per_s: Positive
-    fp8_flops: Positive
-    bf16_flops: Positive
+    memory_bytes: Rate
+    hbm_bytes_per_s: Rate
+    fp8_flops: Rate
+    bf16_flops: Rate
     sms: Annotated[int, msgspec.Meta(ge=2, le=10_000)]
-    nvlink_bytes_per_s: Positive
-    rdma_bytes_per_s: Positive = 50 * GB
+    nvlink_bytes_per_s: Rate
+    rdma_bytes_per_s: Rate = 50 * GB
     gpus_per_node: Count = 8
     efficiency: Efficiency = Efficiency()
     source: str = "data sheet"

@@ -10,9 +10,10 @@ import msgspec
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Share = Annotated[float, msgspec.Meta(ge=1e-4, le=1)]
+Rate = Annotated[float, msgspec.Meta(ge=1e-3, le=1e24)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
-Amount = Annotated[float, msgspec.Meta(ge=0, le=1e24)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 

@@ -57,7 +57,13 @@ class Setting(NamedTuple):
                 f"--placement alike needs whole nodes of {self.gpu.gpus_per_node} GPUs, found "
                 f"{gpus} GPUs; use --placement free"
             )
-        alike = placement == "alike" or (placement == "auto" and whole and nodes <= 8)
+        roles = self.gpu.gpus_per_node >= 3  # a GPU of each fits a node
+        if placement == "alike" and not roles:
+            raise ValueError(
+                f"--placement alike needs nodes of 3 GPUs or more, one for each role, found "
+                f"{self.gpu.gpus_per_node}; use --placement free"
+            )
+        alike = placement == "alike" or (placement == "auto" and whole and roles and nodes <= 8)
         step = self.assumptions.sm_step
         budgets = tuple(range(step, self.gpu.sms, step))
         if not budgets:
