@@ -17,29 +17,38 @@ from vllm_expertplex.quantization import QuantScheme, quant_scheme
 _SPIN_US = 200
 
 
-def slot_shape(vllm_config: Any) -> Shape:
-    """The slots of an attention server: room for the most tokens its scheduler can emit."""
+def slot_shape(vllm_config: Any, microbatch: int = 0) -> Shape:
+    """The slots of an attention server: room for the most tokens its scheduler can emit, or for
+    the second half of them.
+    """
     model_config = vllm_config.model_config
     return Shape(
-        vllm_config.scheduler_config.max_num_batched_tokens,
+        _half(vllm_config.scheduler_config.max_num_batched_tokens, microbatch),
         model_config.get_hidden_size(),
         experts_per_token(model_config.hf_text_config),
         model_config.dtype.itemsize,
     )
 
 
-def gpu_slot(vllm_config: Any) -> SlotLayout:
+def gpu_slot(vllm_config: Any, microbatch: int = 0) -> SlotLayout:
     """The slots of an attention server in GPU memory: room for the most tokens of a step, and for
-    the largest CUDA graph, which pads steps.
+    the largest CUDA graph, which pads steps; or for the second half of them.
     """
     model_config = vllm_config.model_config
     captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     return SlotLayout(
-        max(vllm_config.scheduler_config.max_num_batched_tokens, captured),
+        _half(max(vllm_config.scheduler_config.max_num_batched_tokens, captured), microbatch),
         model_config.get_hidden_size(),
         experts_per_token(model_config.hf_text_config),
         quant_scheme(vllm_config) is QuantScheme.FP8_BLOCK,
     )
+
+
+def _half(tokens: int, microbatch: int) -> int:
+    """Of a step that is cut, vLLM gives the second half the odd token. The first half's slots also
+    take steps that are not cut.
+    """
+    return -(-tokens // 2) if microbatch else tokens
 
 
 def decode_step_tokens(vllm_config: Any) -> int:

@@ -62,6 +62,21 @@ def test_a_model_can_be_measured_without_its_checkpoint(parse: Parse) -> None:
     assert args.load_format == "dummy"
 
 
+@pytest.mark.parametrize(("engines", "cached"), [("1", True), ("2", False)])
+def test_images_go_to_each_of_several_engines_whole(
+    parse: Parse, engines: str, cached: bool
+) -> None:
+    args = parse("--asyncep-gpus", engines)
+    options.set_up(args)
+    assert (args.mm_processor_cache_gb > 0) is cached
+
+
+def test_no_refusal_sends_people_to_the_other_executors_options() -> None:
+    for refusal in options._refusals():
+        assert "expertplex" not in refusal.instead, refusal.option
+        assert "prefill" not in refusal.instead, refusal.option
+
+
 def test_the_users_block_size_stays(parse: Parse) -> None:
     args = parse("--block-size", "64")
     options.set_up(args)

@@ -89,7 +89,13 @@ class AsyncEPDeployment:
         logger.info("AsyncEP: starting %d engines", len(self.servers))
         forkserver.use_for_engines()
         try:
-            self.engines = start_engines(self.run_dir, self.servers, self.configs, make_engine)
+            self.engines = start_engines(
+                self.run_dir,
+                self.servers,
+                self.configs,
+                make_engine,
+                timeout_s=self.config.startup_timeout_s,
+            )
             self.records = handshake(self.run_dir, self.servers)
             speeds = [Speed.read(self.run_dir, server) for server in self.servers]
         except BaseException:  # Ctrl-C too

@@ -19,6 +19,9 @@ _OTHER = {
     "--distributed-executor-backend": "--executor asyncep is the backend",
     "--scheduler-cls": "engines bring their own scheduler",
     "--kv-transfer-config": "no KV leaves an engine",
+    "--kv-events-config": "engines tell the frontend what they cache",
+    "--enable-dbo": "leave it out",
+    "--ubatch-size": "leave it out",
     "--cpu-offload-gb": "use offload_layers in --asyncep-config",
 }
 _ALLOWED = ("--runner",)  # pooling models answer from one forward pass
@@ -96,6 +99,9 @@ def _apply(args: argparse.Namespace, config: AsyncEPConfig) -> None:
         **(args.additional_config or {}),
         **settings.to_additional_config(),
     }
+    if config.gpus > 1:
+        # vLLM leaves out images that it has sent before, but it was to one of several engines.
+        args.mm_processor_cache_gb = 0
     if config.kv_free:
         if args.enable_prefix_caching or args.enable_chunked_prefill:
             shared.error(

@@ -19,7 +19,7 @@ class AttentionCPUWorker(AttentionWorker, CPUWorker):
                 run_dir(),
                 owner,
                 layout,
-                slot_shape(self.vllm_config),
+                slot_shape(self.vllm_config, owner.microbatch),
                 expert_map(self.vllm_config, layout),
                 spin_us(config),
                 config.moe_timeout_s,

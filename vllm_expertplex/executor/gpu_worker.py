@@ -38,7 +38,7 @@ class AttentionGPUWorker(AttentionWorker, Worker):
                 run_dir(),
                 owner,
                 layout,
-                gpu_slot(self.vllm_config),
+                gpu_slot(self.vllm_config, owner.microbatch),
                 expert_map(self.vllm_config, layout),
                 config.moe_timeout_s,
             )

@@ -57,8 +57,8 @@ class CudaMoeServer:
         # No operation passes through the board; it carries heartbeat, stop word and counters.
         self._endpoint = MoeEndpoint([], [], board_path(run_dir, me), 0)
         owners = slot_owners(config)
-        slots = dict(zip(layout.attention_servers, map(gpu_slot, vllm_configs), strict=True))
-        layouts = [slots[owner.server] for owner in owners]
+        configs = dict(zip(layout.attention_servers, vllm_configs, strict=True))
+        layouts = [gpu_slot(configs[owner.server], owner.microbatch) for owner in owners]
         self._backend = CudaBackend(run_dir, me, weights, owners, layouts, config.moe_timeout_s)
         self._backend.start(config.startup_timeout_s)
         logger.info("%s: the kernel is running", me.name)

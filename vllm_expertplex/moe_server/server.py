@@ -101,7 +101,10 @@ class MoeServer:
         owners, sources = slot_owners(config), layout.attention_servers
         # Both slots of a server are one source: its operations come after one another.
         self._sources = [sources.index(owner.server) for owner in owners]
-        shapes = [slot_shape(vllm_configs[source]) for source in self._sources]
+        shapes = [
+            slot_shape(vllm_configs[source], owner.microbatch)
+            for source, owner in zip(self._sources, owners, strict=True)
+        ]
         self._endpoint = MoeEndpoint(
             [slot_path(run_dir, owner, me) for owner in owners],
             shapes,

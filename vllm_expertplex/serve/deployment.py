@@ -76,7 +76,9 @@ class Deployment:
         configs = dict(zip(self._attention, self.configs, strict=True))
         self.slots = {
             (owner, moe): Slot(
-                slot_path(self.run_dir, owner, moe), slot_shape(configs[owner.server]), create=True
+                slot_path(self.run_dir, owner, moe),
+                slot_shape(configs[owner.server], owner.microbatch),
+                create=True,
             )
             for owner in slot_owners(self.config)
             for moe in self.layout.moe_servers
