@@ -30,7 +30,8 @@ def test_no_assumption_takes_what_it_cannot_be(name: str, value: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "sm_step=0", "masked_tile=0", "contiguous_tile=0", "masked_tile=1e6", "decode_slots=0", "prefill_tokens=0",
+        "sm_step=0", "masked_tile=0", "contiguous_tile=0", "masked_tile=1e6", "decode_slots=0",
+        "prefill_tokens=0",
         "max_prefill_requests=0", "cluster=0", "sm_step=1.5", "ttft_share=0", "ttft_share=5",
         "memory_utilisation=0", "memory_utilisation=88", "hbm_saturation=0", "combine_bytes=0",
         "pcie_bytes_per_s=0", "routing_sigma=1000", "buffers=worse", "buffers=", "ttft_share",

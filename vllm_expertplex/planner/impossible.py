@@ -28,8 +28,8 @@ def explain(setting: Setting, gpus: int, placement: str) -> Infeasible:
     """The error to raise after a search found nothing."""
     text = (
         _memory(setting, gpus) or _attention(setting, gpus) or _targets(setting, gpus, placement)
-        or f"no layout of {gpus} x {setting.gpu.name} serves the load, not even within "
-        f"{NO_TARGET:g} s: the GPU's description or an assumption is far off; check --gpu-set, --set"
+        or f"no layout of {gpus} x {setting.gpu.name} serves the load, not even "
+        f"within {NO_TARGET:g} s; a rate or an assumption is far off: check --gpu-set, --set"
     )  # fmt: skip
     return Infeasible(text)
 
