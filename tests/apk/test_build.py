@@ -1,6 +1,4 @@
-"""The persistent kernel compiles for Hopper without a GPU, and its mainloop keeps its sums in
-registers.
-"""
+"""The persistent kernel compiles for Hopper without a GPU, and its loops are as they were meant."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -28,33 +27,60 @@ def toolchain() -> jit.Toolchain:
         pytest.skip(str(missing))
 
 
-def disassemble(cubin: Path) -> list[str]:
+class Instruction(NamedTuple):
+    name: str
+    operands: str
+
+
+def disassemble(cubin: Path) -> list[Instruction]:
     tool = shutil.which("nvdisasm")
     if tool is None:
         pytest.skip("nvdisasm not found: pip install nvidia-cuda-nvdisasm, and put it on PATH")
     out = subprocess.run(
         [tool, "-c", str(cubin)], capture_output=True, text=True, check=True
     ).stdout
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", out)
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)([^;]*);", out)
+    return [Instruction(*f) for f in found]
+
+
+def check_mainloop(code: list[Instruction], multiply: str) -> None:
+    """Its sums stay in registers, and it looks for the next K block before it scales this one."""
+    wide = [n for n, i in enumerate(code) if i.name.startswith(f"{multiply}.64x192")]
+    assert len(wide) >= 8
+    # Between the multiplications of one K block and those of the next lies the whole loop body.
+    bodies = [code[a:b] for a, b in itertools.pairwise(wide) if b - a < 400]
+    assert not [
+        i for body in bodies for i in body if i.name.startswith(("LDL", "STL", "MEMBAR", "ERRBAR"))
+    ]
+    for body in bodies:
+        scaled = [n for n, i in enumerate(body) if i.name.startswith("FFMA")]
+        looked = [n for n, i in enumerate(body) if i.name.startswith("SYNCS.PHASECHK")]
+        assert not scaled or min(looked) < scaled[-10]
+
+
+def check_loads(code: list[Instruction]) -> None:
+    """No 16-byte load of a row stage waits for the one before, of the same unit."""
+    loads = [n for n, i in enumerate(code) if i.name.startswith("LDG.E.128")]
+    near = [(a, b) for a, b in itertools.pairwise(loads) if b - a < 20]
+    assert len(near) >= 12
+    for a, b in near:
+        first = int(re.search(r"R(\d+)", code[a].operands)[1])  # type: ignore[index]
+        loaded = re.compile("|".join(rf"\bR{first + n}\b" for n in range(4)))
+        between = [i.operands.partition(",")[2] for i in code[a + 1 : b]]
+        assert not [o for o in between if loaded.search(o)]
 
 
 @pytest.mark.slow  # minutes of compiling
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_mainloop_uses_tensor_cores_and_no_local_memory(
-    shape: jit.KernelShape, tmp_path: Path
-) -> None:
+def test_machine_code_is_what_was_meant(shape: jit.KernelShape, tmp_path: Path) -> None:
     tools = toolchain()
     cubin = tmp_path / "kernel.cubin"
     jit.build_kernel(shape, cubin, tools)
     code = disassemble(cubin)
-    multiply = "HGMMA" if shape.bf16 else "QGMMA"
-    wide = [n for n, op in enumerate(code) if op.startswith(f"{multiply}.64x192")]
-    assert len(wide) >= 8
-    assert sum(op.startswith("USETMAXREG") for op in code) == 2
-    assert any(op.startswith("UTMALDG") and "MULTICAST" in op for op in code)
-    # Between the multiplications of one K block and those of the next lies the whole loop body.
-    inside = [op for a, b in itertools.pairwise(wide) if b - a < 400 for op in code[a:b]]
-    assert not [op for op in inside if op.startswith(("LDL", "STL", "MEMBAR", "ERRBAR"))]
+    assert sum(i.name.startswith("USETMAXREG") for i in code) == 2
+    assert any(i.name.startswith("UTMALDG") and "MULTICAST" in i.name for i in code)
+    check_mainloop(code, "HGMMA" if shape.bf16 else "QGMMA")
+    check_loads(code)
 
 
 @pytest.mark.parametrize(
