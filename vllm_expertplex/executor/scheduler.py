@@ -15,7 +15,34 @@ from vllm.v1.request import RequestStatus
 from vllm_expertplex.executor.scheduler_keys import first_token
 
 
+class _Prompt:
+    """A request as it was without its first token."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._request.num_prompt_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
 class _FirstToken:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        look_up = self.kv_cache_manager.get_computed_blocks  # type: ignore[attr-defined]
+
+        def get_computed_blocks(request: Any) -> Any:
+            # Of a prompt that fills its last block, prefill has computed that block again, as
+            # plain vLLM does: its KV is the one to go on with, not an older one cached here.
+            fetched = first_token(request.kv_transfer_params) is not None
+            first = fetched and request.num_output_tokens == 1
+            return look_up(_Prompt(request) if first else request)
+
+        self.kv_cache_manager.get_computed_blocks = get_computed_blocks  # type: ignore[attr-defined]
+
     def add_request(self, request: Any) -> None:
         token = first_token(request.kv_transfer_params)
         if token is not None and not request.abort_immediately and not request.output_token_ids:
