@@ -80,8 +80,13 @@ def test_loads_that_generate_are_left_to_expertplex() -> None:
 
 
 def test_a_ttft_below_the_gathers_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit, or gathers longer"):
+    with pytest.raises(ValueError, match="gather all layers and compute a prompt within"):
         _compare(ttft=0.01)
+
+
+def test_a_prompt_without_room_is_named() -> None:
+    with pytest.raises(ValueError, match="a prompt of 100000000 tokens.*shorter prompts"):
+        _compare(load="100000000/1")
 
 
 def test_the_verdict_names_the_better_executor() -> None:

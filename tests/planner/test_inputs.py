@@ -187,3 +187,13 @@ def test_a_description_that_nothing_can_run_on_is_blamed(capsys) -> None:
     words = ["--gpu-set", "nvlink_bytes_per_s=0.001", "--set", "sm_step=66"]
     assert run(*words) == 1
     assert "check --gpu-set" in capsys.readouterr().err
+
+
+def test_a_layout_is_planned_on_the_gpus_it_takes(capsys) -> None:
+    """And not spread over the nodes of GPUs that it leaves alone."""
+    plans = []
+    for gpus in ("8", "24"):
+        assert run("--layout", "1P3D4E", "--gpus", gpus, "--json") == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0] == plans[1]
+    assert plans[0]["gpus"] == 8

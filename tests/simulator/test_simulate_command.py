@@ -70,6 +70,7 @@ def test_a_trace_with_times_is_replayed(tmp_path, capsys) -> None:
         (["--modes", "pdd", "--event", "1:fail:decode"], "--event"),
         (["--plan", "plan.json", "--layout", "1P3D4E"], "not both"),
         (["--plan", ""], "plan"),
+        (["--layout", "1P3D4E", "--gpus", "16"], "give --gpus 8"),
         (["--plan", "/none/plan.json"], "No such file"),
         (["--goodput", "--rates", "5"], "--rates"),
         (["--goodput", "--trace", "t.csv"], "--trace"),

@@ -69,10 +69,14 @@ def plan_asyncep(setting: Setting, gpus: int) -> Comparison:
     plans = [plan for n in sizes if (plan := _plan(setting, n, gpus // n)) is not None]
     if not plans:
         layer = setting.model.experts * setting.model.expert_weight_bytes
+        memory = setting.memory()
         raise Infeasible(
-            f"AsyncEP needs {setting.memory().attention_server(1) / 1e9:.1f} GB of attention "
-            f"weights and three layers of {layer / 1e9:.1f} GB on every GPU, which do not fit, or "
-            f"gathers longer than TTFT {setting.targets.ttft:g} s allows"
+            f"AsyncEP serves this load on no division of {gpus} x {setting.gpu.name}: every GPU "
+            f"needs {memory.attention_server(1) / 1e9:.1f} GB of attention weights, three layers "
+            f"of {layer / 1e9:.1f} GB and the KV of a prompt of {setting.workload.mean_input:.0f} "
+            f"tokens in {memory.usable / 1e9:.1f} GB, and has to gather all layers and compute a "
+            f"prompt within its part of TTFT {setting.targets.ttft:g} s; what would do: a longer "
+            "--ttft, shorter prompts, or GPUs with more memory"
         )
     plans.sort(key=lambda plan: (-plan.goodput, plan.gpus))
     best = search(setting.problem(gpus), setting.space(gpus)) if gpus >= 3 else None

@@ -133,11 +133,13 @@ def find_plan(
 
     split: also consider several equal deployments of whole nodes in place of one.
     """
-    problem, space = setting.problem(gpus), setting.space(gpus, placement)
     if layout is not None:
         given = Layout.parse(layout)
-        if given.prefill + given.decode + given.moe > gpus:
+        servers = given.prefill + given.decode + given.moe
+        if servers > gpus:
             raise ValueError(f"layout {given} needs more than the {gpus} GPUs given with --gpus")
+        gpus = servers  # on as few nodes as hold them
+        problem, space = setting.problem(gpus), setting.space(gpus, placement)
         fixed = fixed_layout(problem, space, given)
         if fixed is None:
             raise Infeasible(

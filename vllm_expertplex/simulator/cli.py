@@ -168,6 +168,11 @@ def _plan(args: argparse.Namespace, setting: Setting, console: Console, alone: b
                 raise
             console.print(f"[yellow]expertplex: {escape(str(error))}[/]")
             return None
+        if plan.gpus != args.gpus:
+            raise ValueError(
+                f"layout {plan.layout} takes {plan.gpus} GPUs, found --gpus {args.gpus}; give "
+                f"--gpus {plan.gpus}"
+            )
     console.print(f"ExpertPlex runs as {plan.layout}, decode on {plan.decode_sms} SMs")
     return plan
 
