@@ -85,7 +85,7 @@ def test_a_ttft_below_the_gathers_is_refused() -> None:
 
 
 def test_a_prompt_without_room_is_named() -> None:
-    with pytest.raises(ValueError, match="a prompt of 100000000 tokens.*shorter prompts"):
+    with pytest.raises(ValueError, match=r"a prompt of 100000000 tokens.*shorter prompts"):
         _compare(load="100000000/1")
 
 
