@@ -24,8 +24,13 @@ ROOT = Path(__file__).resolve().parents[3]
 WORK = ROOT / "build" / "parity"
 LAYOUTS = ("1P1D1E", "2P1D2E", "1P2D3E")
 DTYPES = ("bfloat16", "float32")
-# Plain vLLM compared with itself: what differs there as well depends on a server's history.
-CONTROLS = {"plain": (), "plain-uncached": ("--no-enable-prefix-caching",)}
+# Plain vLLM compared with itself: what differs there as well depends on a server's history, on what
+# it has cached, or on which requests share a step.
+CONTROLS = {
+    "plain": (),
+    "plain-uncached": ("--no-enable-prefix-caching",),
+    "plain-alone": ("--max-num-seqs", "1"),
+}
 
 
 def main() -> int:
