@@ -41,6 +41,11 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     tbo_tokens: NonNegative = 0
     """Prefill steps of at least so many tokens run as two microbatches, one's attention while the
     MoE servers have the other (two-batch overlap); 0: none."""
+    decode_sms: NonNegative = 0
+    """SMs of a MoE server's GPU that decode has at `expected_x_moe` while prefill has work, too,
+    and more or fewer in proportion (eq. 4, ExpertPlex section 6); 0: it may have them all."""
+    expected_x_moe: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Pairs of an expert and a block of its rows that a decode operation has on average."""
     moe_timeout_s: Positive = 60.0
     """Deadline of one remote MoE layer; passing it fails the attention server that waited."""
     spin_us: Annotated[int, msgspec.Meta(ge=-1)] = -1

@@ -298,9 +298,21 @@ def test_a_plan_sets_layout_and_limits(parse: Parse, tmp_path: Path) -> None:
     plan = _plan_file(tmp_path)
     args = parse(*EXECUTOR_GIVEN, "--expertplex-plan", plan, "--max-num-seqs", "7")
     written = read_plan(plan)
-    assert options.check(args).layout == written.layout
+    config = options.check(args)
+    assert config.layout == written.layout
+    assert config.decode_sms == written.decode_sms
+    assert config.expected_x_moe >= written.expects["x_moe"]
     assert args.max_num_batched_tokens == written.max_prefill_tokens
     assert args.max_num_seqs == 7  # what the user set stays
+
+
+@pytest.mark.parametrize(("overlap", "tokens"), [("tbo", 2048), ("none", 0), ("sbo", 0)])
+def test_a_plan_says_whether_steps_are_cut_in_two(
+    parse: Parse, tmp_path: Path, overlap: str, tokens: int
+) -> None:
+    prefill = msgspec.structs.replace(read_plan(_plan_file(tmp_path)).prefill, overlap=overlap)
+    plan = _plan_file(tmp_path, prefill=prefill, max_prefill_tokens=4096)
+    assert options.check(parse(*EXECUTOR_GIVEN, "--expertplex-plan", plan)).tbo_tokens == tokens
 
 
 def test_a_plan_that_cannot_be_run_is_refused(

@@ -48,10 +48,13 @@ class CudaBackend:
         layouts: Sequence[SlotLayout],
         operation_s: float,
         max_ms: int = 0,
+        decode_sms: int = 0,
+        expected_x_moe: int = 1,
     ) -> None:
         shape = kernel_shape(layers, layouts)
         self._me, self._operation_ms, self._max_ms = me, int(operation_s * 1e3), max_ms
         self._kernel = PersistentKernel(shape)
+        self._budget = self._kernel.budget(decode_sms, expected_x_moe)
         self._layers = [LayerWeights(shape, w.w13, w.w2, w.w13_scale, w.w2_scale) for w in layers]
         self._refuse_too_much(shape, layouts)
         self._slots = Slots(run_dir, me, owners, layouts, shape, self._kernel.device)
@@ -77,6 +80,7 @@ class CudaBackend:
             self._kernel,
             served,
             self._layers,
+            self._budget,
             operation_ms=self._operation_ms,
             max_ms=self._max_ms,
         )

@@ -59,7 +59,16 @@ class CudaMoeServer:
         owners = slot_owners(config)
         configs = dict(zip(layout.attention_servers, vllm_configs, strict=True))
         layouts = [gpu_slot(configs[owner.server], owner.microbatch) for owner in owners]
-        self._backend = CudaBackend(run_dir, me, weights, owners, layouts, config.moe_timeout_s)
+        self._backend = CudaBackend(
+            run_dir,
+            me,
+            weights,
+            owners,
+            layouts,
+            config.moe_timeout_s,
+            decode_sms=config.decode_sms,
+            expected_x_moe=config.expected_x_moe,
+        )
         self._backend.start(config.startup_timeout_s)
         logger.info("%s: the kernel is running", me.name)
         write_record(run_dir, ServerRecord.of(me, vllm_config, held, list(layers)))

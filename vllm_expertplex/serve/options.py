@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, load_config
+from vllm_expertplex.serve.planned import follow_plan
 
 DUMMY = "dummy"  # vLLM's load format that reads no checkpoint
 EXECUTORS = ("default", "expertplex", "asyncep")
@@ -183,10 +184,12 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
         error("the --expertplex-* options need --executor expertplex")
     refuse(args, [allowing_dummy_weights(refusal) for refusal in REFUSALS])
     try:
-        if args.expertplex_plan is not None:
-            _follow_plan(args)
+        planned = {} if args.expertplex_plan is None else follow_plan(args)
         config = load_config(
-            args.expertplex_config, layout=args.expertplex_layout, trace=args.expertplex_trace
+            args.expertplex_config,
+            layout=args.expertplex_layout,
+            trace=args.expertplex_trace,
+            **planned,
         )
     except ValueError as invalid:
         error(str(invalid))
@@ -225,35 +228,6 @@ def refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
         if os.environ.get(name) == value:
             error(f"{name}={value} is not supported with --executor {args.executor}; unset it")
     _check_checkpoint(getattr(args, "model_tag", None) or args.model)
-
-
-def _follow_plan(args: argparse.Namespace) -> None:
-    """Take layout and limits from a plan. Raises ValueError for one that cannot be run here."""
-    from vllm_expertplex.planner.plan import read_plan
-
-    path = args.expertplex_plan
-    if args.expertplex_layout is not None:
-        raise ValueError("give --expertplex-plan or --expertplex-layout, not both")
-    try:
-        plan = read_plan(path)
-    except OSError as error:
-        raise ValueError(f"--expertplex-plan {path}: {error.strerror}") from None
-    widest = max(plan.prefill.tensor_parallel, plan.decode.tensor_parallel)
-    if widest > 1:
-        raise ValueError(
-            f"--expertplex-plan {path}: attention over {widest} GPUs (tensor parallel) is not "
-            "served yet; choose a layout yourself with --expertplex-layout"
-        )
-    if plan.copies > 1:
-        raise ValueError(
-            f"--expertplex-plan {path}: {plan.copies} deployments side by side; start each with "
-            f"--expertplex-layout {plan.layout} and its own port"
-        )
-    args.expertplex_layout = plan.layout
-    if args.max_num_batched_tokens is None:
-        args.max_num_batched_tokens = plan.max_prefill_tokens
-    if args.max_num_seqs is None:
-        args.max_num_seqs = plan.max_decode_batch
 
 
 def _check_checkpoint(model: str) -> None:

@@ -74,10 +74,9 @@ class PersistentKernel:
         self._report = ReportWord()
         self._words = torch.zeros(64, dtype=torch.int64, pin_memory=True)  # heartbeat, stop
 
-    def budget(self) -> structs.Budget:
-        """Decode may have every SM."""
-        sms = 2 * self.clusters
-        return structs.Budget(sms, sms, 1, 2)
+    def budget(self, q: int = 0, x_star: int = 1) -> structs.Budget:
+        """Decode's share of this GPU; see `structs.decode_share`."""
+        return structs.decode_share(2 * self.clusters, q, x_star)
 
     def initialise(self, state: torch.Tensor, config: structs.Config) -> None:
         """Scheduler state in zeroed device memory, on the current stream."""

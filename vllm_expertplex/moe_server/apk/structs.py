@@ -37,6 +37,15 @@ class Budget(_Struct):
     _fields_ = (("q", U32), ("q_max", U32), ("x_star", U32), ("cluster", U32))
 
 
+def decode_share(sms: int, q: int, x_star: int) -> Budget:
+    """Eq. (4): under contention decode has `q` of `sms` SMs at `x_star` pairs of an expert and a
+    block of its rows; with q = 0 it may have them all. Raises ValueError for more than there are.
+    """
+    if q > sms:
+        raise ValueError(f"decode_sms {q}: the persistent kernel has {sms} SMs on this GPU")
+    return Budget(q or sms, sms, x_star if q else 1, 2)
+
+
 class Config(_Struct):
     _fields_ = (("workers", U32), ("quantum", U32), ("hold_ns", U64), ("budget", Budget))
 

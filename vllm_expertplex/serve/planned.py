@@ -1,0 +1,54 @@
+"""A plan of `vllm-expertplex plan` as options of the serve command.
+
+Owns: what of a plan is served, and which plans cannot be. Must not know: how plans are found.
+"""
+
+import argparse
+import math
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+def follow_plan(args: argparse.Namespace) -> dict[str, int]:
+    """Take layout and limits from a plan, and return the options that it sets.
+
+    Raises ValueError for one that cannot be run here.
+    """
+    # numpy and the planner: only for those who have a plan.
+    from vllm_expertplex.planner.latency import TBO
+    from vllm_expertplex.planner.plan import read_plan
+
+    path = args.expertplex_plan
+    if args.expertplex_layout is not None:
+        raise ValueError("give --expertplex-plan or --expertplex-layout, not both")
+    plan = read_plan(path)
+    widest = max(plan.prefill.tensor_parallel, plan.decode.tensor_parallel)
+    if widest > 1:
+        raise ValueError(
+            f"--expertplex-plan {path}: attention over {widest} GPUs (tensor parallel) is not "
+            "served yet; choose a layout yourself with --expertplex-layout"
+        )
+    if plan.copies > 1:
+        raise ValueError(
+            f"--expertplex-plan {path}: {plan.copies} deployments side by side; start each with "
+            f"--expertplex-layout {plan.layout} and its own port"
+        )
+    if plan.decode.overlap == TBO:
+        logger.warning(
+            "--expertplex-plan %s counts on two batches at once in decode, too, which are not "
+            "served: TPOT will be longer than planned",
+            path,
+        )
+    args.expertplex_layout = plan.layout
+    if args.max_num_batched_tokens is None:
+        args.max_num_batched_tokens = plan.max_prefill_tokens
+    if args.max_num_seqs is None:
+        args.max_num_seqs = plan.max_decode_batch
+    return {
+        # Its steps are full ones. Much smaller ones would rather not be cut.
+        "tbo_tokens": plan.max_prefill_tokens // 2 if plan.prefill.overlap == TBO else 0,
+        "decode_sms": plan.decode_sms,
+        "expected_x_moe": max(1, math.ceil(plan.expects["x_moe"])),
+    }
