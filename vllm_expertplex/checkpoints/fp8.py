@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_expertplex.checkpoints.folder import CONFIG, written_whole
 from vllm_expertplex.quantization import BLOCK, dequantise
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -54,9 +55,10 @@ def write_fp8_pair(source: Path, fp8: Path, twin: Path) -> None:
             dequantized[name] = dequantise(values, scale).to(weight.dtype)
         else:
             quantized[name] = dequantized[name] = weight
-    for folder, tensors in ((fp8, quantized), (twin, dequantized)):
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((fp8 / "config.json").read_text())
-    config["quantization_config"] = _QUANTIZATION_CONFIG
-    (fp8 / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    config = json.loads((source / CONFIG).read_text())
+    fp8_config = {**config, "quantization_config": _QUANTIZATION_CONFIG}
+    for out, tensors, described in ((twin, dequantized, config), (fp8, quantized, fp8_config)):
+        with written_whole(out) as folder:
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")

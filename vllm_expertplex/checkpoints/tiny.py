@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from vllm_expertplex.checkpoints.folder import written_whole
 from vllm_expertplex.checkpoints.tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, train_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -182,5 +183,6 @@ def make_tiny(out: Path, architecture: str, dtype: str = "bf16", seed: int = 0) 
 
     `architecture` is a key of `ARCHITECTURES` or `GPU_ARCHITECTURES`, `dtype` a key of `DTYPES`.
     """
-    tiny_model(architecture, DTYPES[dtype], seed).save_pretrained(out)
-    train_tokenizer().save_pretrained(out)
+    with written_whole(out) as folder:
+        tiny_model(architecture, DTYPES[dtype], seed).save_pretrained(folder)
+        train_tokenizer().save_pretrained(folder)
