@@ -8,11 +8,9 @@ share it, and gather from each other all the same.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,8 +19,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from _report import Row
 from e2e.models import checkpoint
-from e2e.server import Server, interrupt_on_sigterm, start
+from e2e.server import Server, start
+from parity_report import report
 
 MODELS = ("minimax-m2", "minimax-m2-fp8")
 CONFIGS: tuple[dict[str, Any], ...] = (
@@ -154,40 +154,19 @@ def _differences(ones: Sequence[Answer], others: Sequence[Answer]) -> list[float
     ]
 
 
-def main() -> None:
-    from _report import Row, write
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL")
-    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
-    interrupt_on_sigterm()
-    rows: list[Row] = []
-
-    def one(model: str, logs: Path) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
-        try:
-            found = measure(model, logs)
-        except Exception as error:
-            print(f"{model}: FAILED: {str(error)[-2000:]}", flush=True)
-            return
-        for parity in found:
-            print(f"{model}, {parity}", flush=True)
-            name, plain = f"{model}, {parity.name}", "plain vLLM from itself"
-            rows.append(Row(f"{name}: alone, worst", "nats", parity.alone, None, "", None))
-            rows.append(
-                Row(f"{name}: together", "nats", parity.together, parity.floor, plain, None)
-            )
-            rows.append(Row(f"{name}: same text", "texts", parity.same, len(PROMPTS), "of", None))
-        write("gpu_parity_asyncep", rows, args.json)
-
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(args.models)) as pool:
-        folder = args.logs or Path(scratch)
-        list(pool.map(lambda model: one(model, folder / model), args.models))
+def judge(model: str, logs: Path) -> list[Row]:
+    (logs / model).mkdir(parents=True, exist_ok=True)
+    rows = []
+    for parity in measure(model, logs / model):
+        print(f"{model}, {parity}", flush=True)
+        name, plain = f"{model}, {parity.name}", "plain vLLM from itself"
+        rows += [
+            Row(f"{name}: alone, worst", "nats", parity.alone, None, "", None),
+            Row(f"{name}: together", "nats", parity.together, parity.floor, plain, None),
+            Row(f"{name}: same text", "texts", parity.same, len(PROMPTS), "of", None),
+        ]
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    report("gpu_parity_asyncep", __doc__, MODELS, judge)

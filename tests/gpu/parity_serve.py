@@ -10,10 +10,8 @@ from itself when the same prompts are batched differently. All servers start sid
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from _report import Row
 from e2e.models import baseline, checkpoint
-from e2e.server import Server, interrupt_on_sigterm, serve, start
+from e2e.server import Server, serve, start
+from parity_report import report
 
 MODELS = ("minimax-m2", "minimax-m2-fp8", "qwen3-moe", "deepseek-v3", "glm-moe-dsa")
 PROMPTS = (
@@ -164,38 +164,16 @@ def measure(model: str, logs: Path) -> Parity:
     )
 
 
-def main() -> None:
-    from _report import Row, write
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL")
-    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
-    interrupt_on_sigterm()
-    rows: list[Row] = []
-
-    def one(model: str, logs: Path) -> None:
-        try:
-            found = measure(model, logs)
-        except Exception as error:
-            print(f"{model}: FAILED: {str(error)[-2000:]}", flush=True)
-            return
-        print(found, flush=True)
-        name = f"{model}: median distance"
-        for row in (
-            Row(f"{name} from fp32", "nats", found.ours, found.plain, "plain vLLM", None),
-            Row(f"{name} from plain vLLM", "nats", found.apart, found.floor, "from itself", None),
-            Row(f"{model}: prompts", "same text", found.same, found.stable, "stable", None),
-        ):
-            rows.append(row)
-        write("gpu_parity", rows, args.json)
-
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(args.models)) as pool:
-        list(pool.map(lambda model: one(model, args.logs or Path(scratch)), args.models))
+def judge(model: str, logs: Path) -> list[Row]:
+    found = measure(model, logs)
+    print(found, flush=True)
+    name = f"{model}: median distance"
+    return [
+        Row(f"{name} from fp32", "nats", found.ours, found.plain, "plain vLLM", None),
+        Row(f"{name} from plain vLLM", "nats", found.apart, found.floor, "from itself", None),
+        Row(f"{model}: prompts", "same text", found.same, found.stable, "stable", None),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    report("gpu_parity", __doc__, MODELS, judge)
