@@ -16,9 +16,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_expertplex.comm.peer_transport import PeerTransport
 from vllm_expertplex.config import ExpertPlexConfig, run_dir
 from vllm_expertplex.executor.worker import AttentionWorker
-from vllm_expertplex.layout import Server
+from vllm_expertplex.layout import SlotOwner
 from vllm_expertplex.serve.placement import read_place
-from vllm_expertplex.shapes import expert_map, gpu_slot, slot_owners
+from vllm_expertplex.shapes import expert_map, gpu_slot
 
 logger = init_logger(__name__)
 
@@ -30,22 +30,16 @@ _UNSEEN_BYTES = 2 << 30
 class AttentionGPUWorker(AttentionWorker, Worker):
     """A prefill or decode server's worker."""
 
-    def make_transports(self, me: Server, config: ExpertPlexConfig) -> list[PeerTransport]:
+    def make_transport(self, owner: SlotOwner, config: ExpertPlexConfig) -> PeerTransport:
         layout = config.parsed_layout
-        self._me = me
-        self._transports = [
-            PeerTransport(
-                run_dir(),
-                owner,
-                layout,
-                gpu_slot(self.vllm_config, owner.microbatch),
-                expert_map(self.vllm_config, layout),
-                config.moe_timeout_s,
-            )
-            for owner in slot_owners(config)
-            if owner.server == me
-        ]
-        return self._transports
+        return PeerTransport(
+            run_dir(),
+            owner,
+            layout,
+            gpu_slot(self.vllm_config, owner.microbatch),
+            expert_map(self.vllm_config, layout),
+            config.moe_timeout_s,
+        )
 
     def connect_transports(self, config: ExpertPlexConfig) -> None:
         for transport in self._transports:

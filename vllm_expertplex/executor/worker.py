@@ -17,9 +17,9 @@ from vllm_expertplex.executor.loader import is_expert_weight
 from vllm_expertplex.executor.patches import apply_attention_patches
 from vllm_expertplex.executor.remote_experts import RemoteExperts, connect, remote_routed_experts
 from vllm_expertplex.executor.seam import replaced_routed_experts
-from vllm_expertplex.layout import DECODE, PREFILL, Server
+from vllm_expertplex.layout import DECODE, PREFILL, Server, SlotOwner
 from vllm_expertplex.serve.records import ServerRecord, read_record, write_record
-from vllm_expertplex.shapes import decode_step_tokens
+from vllm_expertplex.shapes import decode_step_tokens, slot_owners
 
 
 class AttentionWorker:
@@ -28,14 +28,16 @@ class AttentionWorker:
     vllm_config: Any
     parallel_config: Any
     model_runner: Any
+    _me: Server  # from when the model is loaded, like the next
+    _transports: Sequence[Any]  # one per microbatch of a step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply_attention_patches()
         super().__init__(*args, **kwargs)
 
-    def make_transports(self, me: Server, config: ExpertPlexConfig) -> Sequence[Transport]:
-        """This server's end of the data path, once per microbatch of a step; MoE servers may still
-        be loading.
+    def make_transport(self, owner: SlotOwner, config: ExpertPlexConfig) -> Transport:
+        """This server's end of the data path for one of its slots; MoE servers may still be
+        loading.
         """
         raise NotImplementedError
 
@@ -62,7 +64,9 @@ class AttentionWorker:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         settings = self._settings
         me = Server(settings.role, settings.rank)
-        peers = self.make_transports(me, settings.config)
+        owners = [owner for owner in slot_owners(settings.config) if owner.server == me]
+        peers = [self.make_transport(owner, settings.config) for owner in owners]
+        self._me, self._transports = me, peers
         layer_names: list[str] = []
         decode_tokens = decode_step_tokens(self.vllm_config) if me.role == DECODE else 0
         connect(RemoteExperts(peers, decode_tokens))
