@@ -37,7 +37,10 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     attention_threads: NonNegative = 0
     """OpenMP threads of an attention server on CPU; 0 takes a fair share of the cores."""
     prefill_sm_percent: Annotated[int, msgspec.Meta(ge=1, le=100)] = 60
-    """Share of a GPU's SMs that a prefill server may use where it shares the GPU."""
+    """Share of a GPU's SMs, of those that no MoE server holds, that a prefill server may use where
+    other attention servers are on that GPU."""
+    moe_sm_percent: Annotated[int, msgspec.Meta(ge=1, le=99)] = 60
+    """Share of a GPU's SMs that MoE servers hold where attention servers are on that GPU, too."""
     tbo_tokens: NonNegative = 0
     """Prefill steps of at least so many tokens run as two microbatches, one's attention while the
     MoE servers have the other (two-batch overlap); 0: none."""

@@ -15,49 +15,72 @@ from vllm_expertplex.serve.placement import Place, place
 counts = st.integers(1, 6)
 
 
-@given(st.builds(Layout, counts, counts, counts), st.integers(2, 16), st.integers(1, 99))
-def test_moe_servers_are_alone_and_attention_servers_even(
-    layout: Layout, gpus: int, percent: int
-) -> None:
-    ids = [f"gpu{n}" for n in range(gpus)]
-    if gpus <= layout.moe:
-        with pytest.raises(ValueError, match=f"{layout.moe + 1} in all; {gpus} are visible"):
-            place(layout, ids, percent)
-        return
-    places = place(layout, ids, percent)
-    assert list(places) == [server.name for server in layout]
+percents = st.integers(1, 99)
+
+
+@given(st.builds(Layout, counts, counts, counts), st.integers(1, 16), percents, percents)
+def test_everybody_has_a_gpu_and_sms(layout: Layout, gpus: int, prefill: int, moe: int) -> None:
+    places = place(layout, [f"gpu{n}" for n in range(gpus)], prefill, moe)
+    assert set(places) == {server.name for server in layout}
     used = Counter(p.gpu for p in places.values())
-    for server in layout.moe_servers:
-        assert places[server.name] == Place(places[server.name].gpu)
-        assert used[places[server.name].gpu] == 1
-    attention = [places[server.name] for server in layout.attention_servers]
-    shares = Counter(p.gpu for p in attention)
-    assert max(shares.values()) - min(shares.values()) <= 1
-    assert len(shares) == min(len(attention), gpus - layout.moe)
-    for server, p in zip(layout.attention_servers, attention, strict=True):
-        assert p.servers == shares[p.gpu]
+    for p in places.values():
+        assert p.servers == used[p.gpu]
         assert p.mps == (p.servers > 1)
-        limited = p.mps and server.role == "prefill"
-        assert p.sm_percent == (percent if limited else 100)
+    for servers in (layout.moe_servers, layout.attention_servers):
+        shares = Counter(places[server.name].gpu for server in servers)
+        assert max(shares.values()) - min(shares.values()) <= 1
+    if gpus > layout.moe:
+        assert all(
+            places[server.name] == Place(places[server.name].gpu) for server in layout.moe_servers
+        )
+    else:
+        assert len(used) == gpus
+    for gpu in used:
+        here = {s: places[s.name] for s in layout if places[s.name].gpu == gpu}
+        by_role = {
+            role: [p for s, p in here.items() if s.role == role]
+            for role in ("prefill", "decode", "moe")
+        }
+        experts, attention = by_role["moe"], by_role["prefill"] + by_role["decode"]
+        if experts and attention:
+            held = sum(p.sm_percent for p in experts)
+            assert held <= max(moe, len(experts))
+        for p in by_role["prefill"]:
+            left = 100 - moe if experts else 100
+            assert p.sm_percent == (max(1, prefill * left // 100) if len(attention) > 1 else 100)
+        assert all(p.sm_percent == 100 for p in by_role["decode"])
 
 
 def test_two_gpus_serve_1p1d1e() -> None:
     shared = {"gpu": "0", "servers": 2, "mps": True}
-    assert place(Layout(1, 1, 1), ["0", "1"], 60) == {
+    assert place(Layout(1, 1, 1), ["0", "1"], 60, 60) == {
         "prefill-0": Place(**shared, sm_percent=60),
         "decode-0": Place(**shared),
         "moe-0": Place("1"),
     }
 
 
-def test_one_gpu_takes_everything_without_mps() -> None:
-    places = place(Layout(1, 2, 2), ["7"], 60)
-    assert set(places.values()) == {Place("7", 5)}
+def test_with_as_many_gpus_as_moe_servers_each_has_both() -> None:
+    assert place(Layout(1, 1, 2), ["0", "1"], 60, 70) == {
+        "prefill-0": Place("0", 2, True),
+        "decode-0": Place("1", 2, True),
+        "moe-0": Place("0", 2, True, 70),
+        "moe-1": Place("1", 2, True, 70),
+    }
+
+
+def test_one_gpu_holds_everything() -> None:
+    assert place(Layout(1, 1, 2), ["7"], 50, 60) == {
+        "prefill-0": Place("7", 4, True, 20),
+        "decode-0": Place("7", 4, True),
+        "moe-0": Place("7", 4, True, 30),
+        "moe-1": Place("7", 4, True, 30),
+    }
 
 
 def test_no_gpu_is_an_error() -> None:
     with pytest.raises(ValueError, match="no GPU is visible"):
-        place(Layout(1, 1, 1), [], 60)
+        place(Layout(1, 1, 1), [], 60, 60)
 
 
 def test_a_process_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +89,7 @@ def test_a_process_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "before")
     assert placement.take(tmp_path, Server("prefill", 0)) is None
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "before"
-    placement.write_places(tmp_path, place(Layout(1, 1, 1), ["2", "3"], 55))
+    placement.write_places(tmp_path, place(Layout(1, 1, 1), ["2", "3"], 55, 60))
     placement.take(tmp_path, Server("prefill", 0))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
     assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "mps")

@@ -29,14 +29,16 @@ def prepare(
     Raises ValueError or RuntimeError where this machine cannot hold the layout.
     """
     gpus = visible_gpus(current_platform.device_count())
-    places = place(config.parsed_layout, gpus, config.prefill_sm_percent)
+    percents = config.prefill_sm_percent, config.moe_sm_percent
+    places = place(config.parsed_layout, gpus, *percents)
     for name, where in places.items():
         share = f", {where.sm_percent} % of its SMs" if where.sm_percent < 100 else ""
         logger.info("%s runs on GPU %s%s", name, where.gpu, share)
-    if len(gpus) == 1:
+    if len(gpus) <= config.parsed_layout.moe:
         logger.warning(
-            "All servers take turns on one GPU, milliseconds each: good for development, far too "
-            "slow to serve. MoE servers need GPUs of their own"
+            "MoE servers share GPUs with attention servers: they hold %d %% of the SMs, also while "
+            "they have nothing to do. With one GPU more than MoE servers they have their own",
+            config.moe_sm_percent,
         )
     write_places(run_dir, places)
     if any(where.mps for where in places.values()):

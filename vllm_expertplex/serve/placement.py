@@ -3,10 +3,11 @@
 Owns: the rule below, the file through which processes learn their place. Must not know: what
 servers do, CUDA.
 
-MoE servers take the last GPUs, one each and for themselves: their kernel holds every SM for as long
-as it runs. Attention servers take the first ones, in turn; where several share a GPU, they do so
-through MPS, with prefill limited to a share of the SMs (priorities alone do not protect decode).
-With a single GPU everything shares it by time slices, which works and is slow.
+With more GPUs than MoE servers, those take the last ones, one each and for themselves, and
+attention servers the first ones, in turn. With fewer, each kind goes over all GPUs in turn. Servers
+that share a GPU do so through MPS: a MoE server holds a share of its SMs for as long as it runs,
+and prefill is limited to a share of the others where other attention servers need them, too
+(priorities alone do not protect decode).
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_expertplex.layout import PREFILL, Layout, Server
+from vllm_expertplex.layout import MOE, PREFILL, Layout, Server
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _PIPES = "CUDA_MPS_PIPE_DIRECTORY"
@@ -33,36 +34,38 @@ class Place(msgspec.Struct, frozen=True):
     sm_percent: int = 100  # of the GPU's SMs, under MPS
 
 
-def place(layout: Layout, gpus: Sequence[str], prefill_sm_percent: int) -> dict[str, Place]:
-    """Server name -> place, for the GPUs with these ids. Raises ValueError where the layout's MoE
-    servers cannot have one each.
+def place(
+    layout: Layout, gpus: Sequence[str], prefill_sm_percent: int, moe_sm_percent: int
+) -> dict[str, Place]:
+    """Server name -> place, for the GPUs with these ids. Raises ValueError where there is none.
+
+    `moe_sm_percent`: of a GPU's SMs, for the MoE servers that share it with attention servers;
+    `prefill_sm_percent`: of what these leave.
     """
     if not gpus:
         raise ValueError("no GPU is visible; set CUDA_VISIBLE_DEVICES, or serve on CPU")
-    servers = list(layout)
-    if len(gpus) == 1:
-        return {server.name: Place(gpus[0], len(servers)) for server in servers}
-    if len(gpus) <= layout.moe:
-        raise ValueError(
-            f"layout {layout} needs a GPU for each MoE server and one more for attention, "
-            f"{layout.moe + 1} in all; {len(gpus)} are visible: use fewer MoE servers"
-        )
-    taken = gpus[: len(gpus) - layout.moe]
-    attention = {
-        server: taken[index % len(taken)] for index, server in enumerate(layout.attention_servers)
+    own = layout.moe if len(gpus) > layout.moe else 0
+    moe = _in_turn(layout.moe_servers, gpus[-own:])  # all of them where own is 0
+    attention = _in_turn(layout.attention_servers, gpus[: len(gpus) - own])
+    experts, readers = Counter(moe.values()), Counter(attention.values())
+    both = experts + readers
+
+    def percent(server: Server, gpu: str) -> int:
+        if server.role == MOE:
+            return max(1, moe_sm_percent // experts[gpu]) if readers[gpu] else 100
+        if server.role == PREFILL and readers[gpu] > 1:
+            left = 100 - moe_sm_percent if experts[gpu] else 100
+            return max(1, prefill_sm_percent * left // 100)
+        return 100
+
+    return {
+        server.name: Place(gpu, both[gpu], both[gpu] > 1, percent(server, gpu))
+        for server, gpu in (attention | moe).items()
     }
-    sharing = Counter(attention.values())
-    places = {
-        server.name: Place(
-            gpu,
-            sharing[gpu],
-            sharing[gpu] > 1,
-            prefill_sm_percent if sharing[gpu] > 1 and server.role == PREFILL else 100,
-        )
-        for server, gpu in attention.items()
-    }
-    own = gpus[len(gpus) - layout.moe :]
-    return places | {moe.name: Place(gpu) for moe, gpu in zip(layout.moe_servers, own, strict=True)}
+
+
+def _in_turn(servers: Sequence[Server], gpus: Sequence[str]) -> dict[Server, str]:
+    return {server: gpus[index % len(gpus)] for index, server in enumerate(servers)}
 
 
 def visible_gpus(count: int) -> list[str]:
