@@ -49,6 +49,12 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     and more or fewer in proportion (eq. 4, ExpertPlex section 6); 0: it may have them all."""
     expected_x_moe: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Pairs of an expert and a block of its rows that a decode operation has on average."""
+    moe_scheduling: Literal["preemptive", "fifo"] = "preemptive"
+    """Decode takes over from prefill at tile boundaries (`preemptive`); or operations are served one
+    after the other in order of arrival, whatever their phase (`fifo`: to measure the former by)."""
+    coalescing: bool = True
+    """Decode operations of one layer from several servers run as one, which reads experts once;
+    never with `moe_scheduling` `fifo`."""
     moe_timeout_s: Positive = 60.0
     """Deadline of one remote MoE layer; passing it fails the attention server that waited."""
     spin_us: Annotated[int, msgspec.Meta(ge=-1)] = -1

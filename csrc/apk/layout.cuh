@@ -180,7 +180,10 @@ struct Launch {
   uint64_t operation_ns;  // the same for an operation
   uint32_t n_arrivals, trace_capacity;
   uint32_t n_slots, n_layers;
-  uint64_t window_ns, stale_ns;  // of coalescing: see scheduler/coalesce.h
+  // Of a resident run. `fifo`: operations are served one after the other, in order of arrival.
+  // `coalescing`: decode operations of one layer run as one, see scheduler/coalesce.h; not if fifo.
+  uint32_t fifo, coalescing;
+  uint64_t window_ns, stale_ns;  // of coalescing
 };
 
 }  // namespace expertplex::apk

@@ -1,7 +1,8 @@
 // A resident run's controller: makes operations of ready words.
 //
 // Decode operations pass through the coalescer: those of one layer that are ready together, or
-// within its window, run as one and read each expert's weights once. All of this is one warp's.
+// within its window, run as one and read each expert's weights once. With FIFO all operations wait
+// there for their turn. All of this is one warp's.
 #pragma once
 
 #include "cluster.cuh"
@@ -92,13 +93,15 @@ __device__ __forceinline__ void submit_group(SharedMemory& sh, const Launch& p, 
   }
 }
 
-// Groups that are due; `all`: everything that waits.
-__device__ __forceinline__ void submit_due(SharedMemory& sh, const Launch& p, uint64_t now,
-                                           bool all) {
+// What waits in the coalescer and is due, which is 0 if nothing is. `all`: whether due or not.
+__device__ __forceinline__ uint64_t next_group(SharedMemory& sh, const Launch& p, uint64_t now,
+                                               bool all) {
+  Coalescer& c = sh.coalescer;
   uint64_t due;
-  while (const uint64_t group = take_group(sh.coalescer, now, due)) submit_group(sh, p, group, now);
-  while (all && sh.coalescer.pending)
-    submit_group(sh, p, take(sh.coalescer, uint64_t{1} << lowest_bit(sh.coalescer.pending)), now);
+  if (!p.fifo)
+    if (const uint64_t group = take_group(c, now, due)) return group;
+  if (!c.pending || !(all || (p.fifo && !in_flight(*p.state)))) return 0;
+  return take(c, uint64_t{1} << oldest(c, c.pending));
 }
 
 __device__ __forceinline__ void check_overdue(const Launch& p, uint64_t now) {
@@ -135,33 +138,38 @@ __device__ __forceinline__ void serve(SharedMemory& sh, const Launch& p, uint32_
     const bool fresh = w.seq() != seen && request == kRun;
     const uint32_t decode = __ballot_sync(~0u, fresh && w.phase() == kDecode),
                    prefill = __ballot_sync(~0u, fresh && w.phase() == kPrefill);
+    const uint32_t waiting = p.fifo         ? decode | prefill
+                             : p.coalescing ? decode
+                                            : 0,
+                   direct = (decode | prefill) & ~waiting;
     if (fresh) {
       sh.waiting[lane] = w.word;
       mine->seen = seen = w.seq();
     }
     __syncwarp();
-    if (decode || sh.coalescer.pending) {
+    if (waiting || sh.coalescer.pending) {
       uint32_t any = 0;
       if (lane == 0) {
-        const uint64_t before = sh.served.operations[kDecode];
-        for (uint32_t m = decode; m; m &= m - 1) {
+        for (uint32_t m = waiting; m; m &= m - 1) {
           const uint32_t slot = lowest_bit(m);
           const ReadyWord its{sh.waiting[slot]};
           if (accept(p, slot, its)) arrive(sh.coalescer, slot, its.layer(), now);
         }
-        submit_due(sh, p, now, request != kRun);
-        any = sh.served.operations[kDecode] != before;
+        while (const uint64_t group = next_group(sh, p, now, request != kRun)) {
+          submit_group(sh, p, group, now);
+          any = 1;
+        }
       }
-      if (__shfl_sync(~0u, any, 0)) tell_workers(*p.state, kDecode, now);
+      if (__shfl_sync(~0u, any, 0)) tell_workers(*p.state, p.fifo ? kPrefill : kDecode, now);
     }
-    if (prefill) {
-      for (uint32_t m = prefill; lane == 0 && m; m &= m - 1) {
+    if (direct) {
+      for (uint32_t m = direct; lane == 0 && m; m &= m - 1) {
         const uint32_t slot = lowest_bit(m);
         const ReadyWord its{sh.waiting[slot]};
         if (accept(p, slot, its)) submit_as_one(sh, p, uint64_t{1} << slot, its.tokens(), now);
       }
       __syncwarp();
-      tell_workers(*p.state, kPrefill, now);
+      tell_workers(*p.state, direct & decode ? kDecode : kPrefill, now);
     }
     if (now >= check_at || request != kRun) {
       check_at = now + kCheckNs;

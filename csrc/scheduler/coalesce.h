@@ -26,6 +26,15 @@ XP_HD void arrive(Coalescer& c, uint32_t source, uint32_t layer, uint64_t now_ns
   c.arrived_ns[source] = now_ns;
 }
 
+// Of the sources in `mask`, which is not 0, the one whose operation has waited longest; of several
+// the lowest.
+XP_HD uint32_t oldest(const Coalescer& c, uint64_t mask) {
+  uint32_t first = lowest_bit(mask);
+  for (uint64_t m = mask; m; m &= m - 1)
+    if (c.arrived_ns[lowest_bit(m)] < c.arrived_ns[first]) first = lowest_bit(m);
+  return first;
+}
+
 // Takes these sources' operations out, due or not.
 XP_HD uint64_t take(Coalescer& c, uint64_t group) {
   c.pending &= ~group;
@@ -62,9 +71,7 @@ XP_HD uint64_t take_group(Coalescer& c, uint64_t now_ns, uint64_t& due_ns) {
   uint64_t seen = 0;
   const uint64_t others = live(c, now_ns);
   for (uint64_t rest = c.pending; rest; rest = c.pending & ~seen) {
-    uint32_t first = lowest_bit(rest);
-    for (uint64_t m = rest; m; m &= m - 1)
-      if (c.arrived_ns[lowest_bit(m)] < c.arrived_ns[first]) first = lowest_bit(m);
+    const uint32_t first = oldest(c, rest);
     const uint32_t layer = c.layer[first];
     uint64_t group = 0;
     for (uint64_t m = c.pending; m; m &= m - 1)

@@ -114,6 +114,13 @@ XP_HD Submit enqueue(State& s, uint32_t phase, const Operation& op, uint64_t dea
   return result;
 }
 
+// Has anything submitted not ended? A controller that submits only when nothing is in flight serves
+// in order of arrival (FIFO), one operation after the other as kernels in a stream would be:
+// nothing is preempted, because there is nothing to preempt.
+XP_HD bool in_flight(const State& s) {
+  return (load_acquire(s.queue[kDecode].busy) | load_acquire(s.queue[kPrefill].busy)) != 0;
+}
+
 // Tiles first, then the urgent word, then the wake-up: whoever sees one of them finds the former.
 XP_HD Submit submit(State& s, uint32_t phase, const Operation& op, uint64_t now_ns,
                     uint64_t deadline_ns) {
@@ -185,9 +192,7 @@ XP_HD Next claim(State& s, Worker& w, uint64_t now_ns, Tile& tile) {
       return Next::kHold;
   }
   w.last_phase = kPhases;
-  if (stop == kDrain && !load_acquire(s.queue[kDecode].busy) &&
-      !load_acquire(s.queue[kPrefill].busy))
-    return Next::kStop;
+  if (stop == kDrain && !in_flight(s)) return Next::kStop;
   return Next::kIdle;
 }
 

@@ -50,6 +50,8 @@ class CudaBackend:
         max_ms: int = 0,
         decode_sms: int = 0,
         expected_x_moe: int = 1,
+        fifo: bool = False,
+        coalescing: bool = True,
     ) -> None:
         shape = kernel_shape(layers, layouts)
         self._me, self._operation_ms, self._max_ms = me, int(operation_s * 1e3), max_ms
@@ -57,6 +59,7 @@ class CudaBackend:
         self._budget = self._kernel.budget(decode_sms, expected_x_moe)
         self._layers = [LayerWeights(shape, w.w13, w.w2, w.w13_scale, w.w2_scale) for w in layers]
         self._refuse_too_much(shape, layouts)
+        self._fifo, self._coalescing = fifo, coalescing
         self._slots = Slots(run_dir, me, owners, layouts, shape, self._kernel.device)
         self._run: ResidentRun | None = None
 
@@ -81,6 +84,8 @@ class CudaBackend:
             served,
             self._layers,
             self._budget,
+            fifo=self._fifo,
+            coalescing=self._coalescing,
             operation_ms=self._operation_ms,
             max_ms=self._max_ms,
         )

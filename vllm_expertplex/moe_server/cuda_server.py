@@ -68,6 +68,8 @@ class CudaMoeServer:
             config.moe_timeout_s,
             decode_sms=config.decode_sms,
             expected_x_moe=config.expected_x_moe,
+            fifo=config.moe_scheduling == "fifo",
+            coalescing=config.coalescing,
         )
         self._backend.start(config.startup_timeout_s)
         logger.info("%s: the kernel is running", me.name)

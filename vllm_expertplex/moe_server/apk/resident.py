@@ -67,6 +67,9 @@ class Tallies(NamedTuple):
 class ResidentRun:
     """Everything one launch needs. `budget`: decode's share (ExpertPlex section 6), all by default.
 
+    `fifo`: operations are served one after the other in order of arrival, whatever their phase.
+    `coalescing`: decode operations of one layer run as one; never with `fifo`.
+
     Limits in ms end the launch with a report: of a tile, of an operation (0: none), and for tests
     of the whole launch.
     """
@@ -78,6 +81,8 @@ class ResidentRun:
         layers: Sequence[LayerWeights],
         budget: structs.Budget | None = None,
         *,
+        fifo: bool = False,
+        coalescing: bool = True,
         hold_ns: int = HOLD_NS,
         window_ns: int = WINDOW_NS,
         quantum: int = 1 << 20,
@@ -122,6 +127,8 @@ class ResidentRun:
             operation_ns=operation_ms * 1_000_000,
             n_slots=len(slots),
             n_layers=len(layers),
+            fifo=fifo,
+            coalescing=coalescing,
             window_ns=window_ns,
             stale_ns=STALE_NS,
         )

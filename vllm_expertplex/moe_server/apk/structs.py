@@ -176,6 +176,8 @@ class Launch(_Struct):
         ("trace_capacity", U32),
         ("n_slots", U32),
         ("n_layers", U32),
+        ("fifo", U32),
+        ("coalescing", U32),
         ("window_ns", U64),
         ("stale_ns", U64),
     )
