@@ -8,6 +8,9 @@
 2. Simulation: arrivals and lengths are drawn, and simulated on those times.
 3. Judgement: the same arrivals and lengths are sent, open loop. No constant is taken from here.
 
+A machine that shares its cores with others is not equally fast for ten minutes. So calibration runs
+before and after each rate's traffic, and its simulation takes the times of both.
+
 The rates default to 0.25, 0.5 and 0.75 of what the simulation says the deployment sustains.
 """
 
@@ -15,6 +18,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import aiohttp
@@ -38,6 +42,7 @@ from vllm_expertplex.simulator.steps import NOTHING
 
 WITHIN = 0.20
 PAUSE_S = 0.1
+REPEATS = 3  # of a lone prompt of each length
 TOKENS = 200  # of a stream that decodes beside something
 BESIDE = (1, 3, 6)  # streams beside which prefill is measured
 TIMEOUT = aiohttp.ClientTimeout(total=600)
@@ -105,20 +110,26 @@ class Client:
         return Reply(times[0], times[-1], np.diff(times).tolist())
 
 
-class Calibration(NamedTuple):
-    steps: MeasuredSteps
-    table: list[tuple[str, float]]
+class Observed(NamedTuple):
+    """What one calibration saw. `beside`: by streams, decode gaps and TTFT of prompts beside them,
+    and seconds from there to their second token; `lone`: of a handoff, seconds.
+    """
+
+    prefill: list[Point]
+    decode: list[Point]
+    beside: list[tuple[float, float, float]]
+    lone: float
 
 
-async def calibrate(client: Client, longest: int, batches: list[int], bar: Progress) -> Calibration:
-    """Measure lone prefills, decode batches, and both together; fit iteration times."""
+async def observe(client: Client, longest: int, batches: list[int], bar: Progress) -> Observed:
+    """Measure lone prefills, decode batches, handoffs, and prefill and decode together."""
     lengths = [n for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if n <= longest]
-    total = 5 * len(lengths) + len(batches) * 2 + len(BESIDE) + 1
+    total = REPEATS * len(lengths) + len(batches) * 2 + len(BESIDE) + 1
     task = bar.add_task("calibrating", total=total)
     await client.complete(min(64, longest), 8)  # warm up
     prefill = []
     for length in lengths:
-        for _ in range(5):
+        for _ in range(REPEATS):
             # As in traffic: after a pause, processes have to wake up and caches are cold.
             await asyncio.sleep(PAUSE_S)
             prefill.append(Point(length, length, (await client.complete(length, 1)).first))
@@ -131,22 +142,36 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
             gaps = [g for r in replies for g in r.gaps[15:35]]
             decode.append(Point(batch, length + 30, float(np.mean(gaps))))
             bar.advance(task)
-    plain = MeasuredSteps(
-        fit(prefill, ("1", "x", "x s")), fit(decode, ("1", "x", "x s"), hold_out=5)
-    )
-    half = longest // 2
-    lone = await handoff(client, half)
+    lone = await handoff(client, longest // 2)
     bar.advance(task)
+    beside = []
+    for streams in BESIDE:
+        beside.append(await together(client, streams, longest // 2, longest))
+        bar.advance(task)
+    return Observed(prefill, decode, beside, lone)
+
+
+class Calibration(NamedTuple):
+    steps: MeasuredSteps
+    table: list[tuple[str, float]]
+
+
+def calibration(observed: Sequence[Observed], longest: int) -> Calibration:
+    """Iteration times fitted to all of `observed`."""
+    plain = MeasuredSteps(
+        fit([p for o in observed for p in o.prefill], ("1", "x", "x s")),
+        fit([p for o in observed for p in o.decode], ("1", "x", "x s"), hold_out=5),
+    )
+    lone = float(np.mean([o.lone for o in observed]))
     alone_p = plain.prefill(NOTHING.plus(0, longest), longest, 1.0).total
     slow_d, slow_p, waits = [], [], []
-    for streams in BESIDE:
-        gaps, first, joined = await together(client, streams, half, longest)
+    for index, streams in enumerate(BESIDE):
+        gaps, first, joined = np.mean([o.beside[index] for o in observed], axis=0).tolist()
         # On average it meets an iteration half done, which is no part of the handoff.
         waits.append((joined - lone) / gaps - 1.5)
-        alone_d = plain.decode(streams, streams, half + TOKENS / 2, 1.0).total
+        alone_d = plain.decode(streams, streams, longest // 2 + TOKENS / 2, 1.0).total
         slow_d.append((float(streams), max(1.0, gaps / alone_d)))
         slow_p.append((float(streams), max(1.0, first / alone_p)))
-        bar.advance(task)
     iterations = max(0.0, float(np.mean(waits)))
     steps = msgspec.structs.replace(
         plain, beside_prefill=tuple(slow_d), beside_decode=tuple(slow_p),
@@ -161,6 +186,8 @@ async def calibrate(client: Client, longest: int, batches: list[int], bar: Progr
             *((f"prefill slower beside {n:.0f} decode, times", f) for n, f in slow_p),
             ("handoff to an idle decode server, s", lone),
             ("and to a busy one, iterations", iterations),
+            ("decode of 4 at the longest, ms", 1e3 * steps.decode(4, 4, longest, 1.0).total),
+            ("prefill of the longest, ms", 1e3 * alone_p),
         ],
     )
 
@@ -249,16 +276,25 @@ async def validate(args: argparse.Namespace) -> list[Row]:
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         client = Client(session, args.url, args.served_name or args.model, given.model.vocab)
         await client.ready()
-        with Progress(console=console, transient=True) as bar:
-            calibration = await calibrate(client, args.longest, batches, bar)
-        for name, value in calibration.table:
-            console.print(f"calibration: {name} {value:.3g}")
-        case = Case(
-            setting=given, gpus=max(gpus, 3), mode="expertplex",
-            options={"plan": plan, "steps": calibration.steps},
-        )  # fmt: skip
+
+        async def observed() -> Observed:
+            with Progress(console=console, transient=True) as bar:
+                return await observe(client, args.longest, batches, bar)
+
+        def case(*seen: Observed) -> Case:
+            found = calibration(seen, args.longest)
+            for name, value in found.table:
+                console.print(f"calibration: {name} {value:.3g}")
+            return Case(
+                setting=given, gpus=max(gpus, 3), mode="expertplex",
+                options={"plan": plan, "steps": found.steps},
+            )  # fmt: skip
+
+        before = await observed()
         rates = [float(r) for r in args.rates.split(",") if r]
-        rates = rates or [round(sustained(case) * part, 3) for part in (0.25, 0.5, 0.75)]
+        if not rates:
+            most = sustained(case(before))
+            rates = [round(most * part, 3) for part in (0.25, 0.5, 0.75)]
         table = Table(title="Simulated against measured (ms)")
         for name in ("req/s", "what", "simulated", "measured", "ratio", f"within {WITHIN:.0%}"):
             table.add_column(name, justify="right")
@@ -267,7 +303,9 @@ async def validate(args: argparse.Namespace) -> list[Row]:
             drawn = poisson(given.workload, rate, args.requests, 100 + index, args.longest)
             with Progress(console=console, transient=True) as bar:
                 measured = await send(client, drawn, bar)
-            replay(case, drawn, rate)
+            after = await observed()
+            replay(case(before, after), drawn, rate)
+            before = after
             for what in ("ttft", "tpot"):
                 for percent in (50, 90):
                     ours = float(np.percentile(getattr(drawn, what), percent))
