@@ -65,8 +65,9 @@ def mapped(pages: Sequence[Pages]) -> int:
     for p in pages:
         check(cu.cuMemMap(address + offset, p.size, 0, p.handle, 0), what)
         offset += p.size
+    here = _properties()  # its location is a part of it
     access = cu.CUmemAccessDesc()
-    access.location = _properties().location
+    access.location = here.location
     access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     check(cu.cuMemSetAccess(address, size, [access], 1), what)
     return address
