@@ -1,5 +1,7 @@
 """The frontend as a state machine: nothing lost, nothing stuck, T and the deadline kept."""
 
+from zlib import crc32
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,7 +140,7 @@ TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 def _submit(frontend: Frontend, name: str, tokens: int, now: float, prompt: int = -1) -> None:
-    same = [prompt] * tokens if prompt >= 0 else [hash(name) % 1000 + i for i in range(tokens)]
+    same = [prompt] * tokens if prompt >= 0 else [crc32(name.encode()) + i for i in range(tokens)]
     frontend.submit(name, tokens, PrefixIndex([0], 16).keys(same), now)
 
 
@@ -253,6 +255,17 @@ def test_one_prefix_for_all_does_not_pile_up(engines: int, count: int) -> None:
     backlog = sorted(frontend.backlog().values())
     largest = _FLOPS.new(176)
     assert backlog[-1] <= max(2 * frontend.threshold, backlog[0]) + largest
+
+
+def test_under_load_every_prefix_is_computed_once() -> None:
+    frontend = _frontend(engines=2, tokens=100)
+    for i in range(400):
+        _submit(frontend, str(i), 160 + 16, 0.0, prompt=i % 8)
+        frontend.release(0.0)
+    once = 8 * _FLOPS.new(176) + 392 * _FLOPS.new(16, 160)
+    backlog = sorted(frontend.backlog().values())
+    assert sum(backlog) == pytest.approx(once)
+    assert backlog[0] > 2 * frontend.threshold
 
 
 def test_siblings_travel_together() -> None:
