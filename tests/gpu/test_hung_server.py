@@ -46,8 +46,11 @@ def write_hanging_package(folder: Path) -> None:
 def test_a_hung_tile_ends_its_server_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_hanging_package(tmp_path / "source")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'source'}:{os.environ.get('PYTHONPATH', '')}")
+    source = tmp_path / "source"
+    write_hanging_package(source)
+    # Servers come from Python's fork server, which looks into its working directory first.
+    monkeypatch.chdir(source)
+    monkeypatch.setenv("PYTHONPATH", f"{source}:{os.environ.get('PYTHONPATH', '')}")
     # An attention server that waits for the lost layer itself would do so for a minute.
     config = {"moe_timeout_s": 20.0}
     with started(
