@@ -98,7 +98,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="measured.jsonl of other calls, to report as well, or alone without a model",
+        help="measured.jsonl of other calls: reported, too, and where they gave way the search "
+        "begins; alone without a model",
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--figures", type=Path, help="folder for a figure of each workload")

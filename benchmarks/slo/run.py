@@ -23,8 +23,11 @@ from _report import _device
 from slo import client, results, search, systems, workload
 from transformers import AutoTokenizer
 
+from vllm_expertplex.planner.workload import Targets
+
 WARM_PROMPTS = 40
 WARM_S = 3.0
+PATIENT = Targets(60.0, 1.0)
 
 Result = TypeVar("Result")
 
@@ -48,8 +51,13 @@ class Run:
         self._workloads = [
             (load, workload.Prompts(tokenizer, load.name, *given)) for load in options.workloads
         ]
-        # The search begins where the system before gave way: systems differ less than guesses.
-        self._start = [load.start for load in options.workloads]
+        # Goodput of the last system under a workload, of ours and of vLLM's: there the search
+        # begins for the next one, as systems differ less than guesses.
+        self._known: dict[tuple[str, bool], float] = {}
+        for record in results.read(options.merge):
+            if isinstance(record, results.Load):
+                self._note(record)
+        self._mixed: set[str] = set()  # systems that have had a mixed load
         self.failed: list[str] = []
 
     def measure(self, group: list[systems.System]) -> None:
@@ -112,17 +120,17 @@ class Run:
             list(pool.map(ask, prompts))
 
     def _measure(self, system: systems.System, running: systems.Running) -> None:
-        if system.name in self._options.speed:
-            self._speed(system, running)
-        for index, (load, prompts) in enumerate(self._workloads):
-            found = self._search(system, running, load, prompts, self._start[index])
-            self._start[index] = found.goodput or self._start[index]
+        for load, prompts in self._workloads:
+            found = self._search(system, running, load, prompts)
             fails = None if found.fails == math.inf else found.fails
             targets = load.targets.ttft, load.targets.tpot
             what = system.name, system.ours, self._device, load.name, *targets
             seen = found.goodput, fails, running.kv_tokens, running.start_s, found.probes
-            results.append(self.file, results.Load(*what, *seen))
+            results.append(self.file, record := results.Load(*what, *seen))
+            self._note(record)
             self._keep_metrics(system, running, load.name)
+        if system.name in self._options.speed:
+            self._speed(system, running)
 
     def _search(
         self,
@@ -130,19 +138,19 @@ class Run:
         running: systems.Running,
         load: workload.Workload,
         prompts: workload.Prompts,
-        start: float,
     ) -> search.Found:
-        options = self._options
+        options, known = self._options, self._known
+        other = known.get((load.name, not system.ours), load.start)
+        start = known.get((load.name, system.ours), other)
         label = f"{system.name}-{_file_name(load.name)}"
 
-        def send(rate: float, count: int, result: Path | None) -> list[search.Request]:
-            given = prompts.first(count), rate, load.targets, result
-            return client.run(running.base_url, systems.MODEL_NAME, *given)
+        send = functools.partial(client.run, running.base_url, systems.MODEL_NAME)
 
         def probe(rate: float) -> tuple[search.Attainment, int]:
             begun = time.monotonic()
             count = max(options.requests, math.ceil(rate * options.seconds))
-            decided = send(rate, count, self.setup.logs / f"{label}-{rate:.4g}.json")
+            result = self.setup.logs / f"{label}-{rate:.4g}.json"
+            decided = send(prompts.first(count), rate, load.targets, result)
             if not any(request.ok for request in decided):
                 raise systems.ServerError(f"it answered none of {len(decided)} requests")
             met = search.attainment(decided, load.targets)
@@ -153,9 +161,15 @@ class Run:
             )
             return met, len(decided)
 
-        send(start, math.ceil(start * WARM_S), None)  # steps of the mixed sizes to come
+        if system.name not in self._mixed:  # kernels for steps of prefill and decode
+            self._mixed.add(system.name)
+            send(prompts.first(math.ceil(start * WARM_S)), start, PATIENT)
         limits = {"step": options.step, "precision": options.precision, "most": options.rates}
         return search.goodput(probe, start, seconds=options.search_seconds, **limits)
+
+    def _note(self, record: results.Load) -> None:
+        if record.goodput > 0:
+            self._known[record.workload, record.ours] = record.goodput
 
     def _speed(self, system: systems.System, running: systems.Running) -> None:
         figures = model_speed.measure(running.base_url)
