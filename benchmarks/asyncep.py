@@ -6,8 +6,8 @@
 Every mode is started, measured and stopped in turn, or with --side-by-side all are started at once
 and measured in turn, cell by cell; all answer the same prompts (one token, logprobs). For each
 length and kind of prefix: prompt tokens/s at saturation. For AsyncEP also how long a layer's gather
-takes, what part of the time computing waited for it, by the tokens of a batch, against the
-threshold T; and a burst after idle. The JSON is written after every cell. On GPUs pass the lengths
+takes and computing waits for it, by the tokens of a batch, against the threshold T; and a burst
+after idle. The JSON is written after every cell. On GPUs pass the lengths
 of the load, and --peak-tflops for MFU; --write makes a model of real layers, as many as there is
 room for, to serve with --load-format dummy.
 """
@@ -90,15 +90,15 @@ def served(
     why.
     """
     running = {}
-    begun = time.monotonic()
+    started = time.monotonic()
     with ExitStack() as stack:
         begun = {mode.name: stack.enter_context(begin(mode, args, scratch)) for mode in chosen}
         for name, server in begun.items():
             try:
                 with console.status(f"{name}: starting"):
-                    server.wait_healthy(max(1.0, begun + args.start_deadline - time.monotonic()))
+                    server.wait_healthy(max(1.0, started + args.start_deadline - time.monotonic()))
                 running[name] = server
-                console.log(f"{name}: ready after {time.monotonic() - begun:.0f} s")
+                console.log(f"{name}: ready after {time.monotonic() - started:.0f} s")
             except servers.ServerError as error:
                 console.print(f"{name}: cannot serve here ({str(error)[-300:]})")
                 server.kill()
@@ -145,23 +145,27 @@ def engines(server: servers.Server) -> list[dict[str, Any]]:
     return server.http.get("/expertplex/status").json()["servers"]
 
 
-def gathering(
-    before: list[dict[str, Any]], after: list[dict[str, Any]]
-) -> tuple[float, float, float]:
-    """Mean seconds of a gather, bytes per second meanwhile, and seconds an engine waited for
-    gathers, between two statuses.
-    """
+class Gathering(NamedTuple):
+    """Of all engines between two statuses."""
 
-    def grown(field: str) -> int:
-        return sum(a[field] - b[field] for a, b in zip(after, before, strict=True))
+    gather_s: float  # of a layer, on average
+    bytes_per_s: float  # meanwhile
+    waited_s: float  # by computing for a layer, on average
+    waited_in_all_s: float  # by an engine
 
-    seconds = grown("gather_ns") * 1e-9
-    each, rate = seconds / max(1, grown("gathers")), grown("gathered_bytes") / max(seconds, 1e-9)
-    return each, rate, grown("waited_ns") * 1e-9 / len(after)
+    @classmethod
+    def between(cls, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> "Gathering":
+        def grown(field: str) -> int:
+            return sum(a[field] - b[field] for a, b in zip(after, before, strict=True))
+
+        gathers, seconds = max(1, grown("gathers")), grown("gather_ns") * 1e-9
+        waited = grown("waited_ns") * 1e-9
+        rate = grown("gathered_bytes") / max(seconds, 1e-9)
+        return cls(seconds / gathers, rate, waited / gathers, waited / len(after))
 
 
-def throughput(server: servers.Server, cell: Cell, args: argparse.Namespace) -> float:
-    """Prompt tokens/s, the median of --rounds, or of as many as there was time for."""
+def throughput(server: servers.Server, cell: Cell, args: argparse.Namespace) -> list[float]:
+    """Prompt tokens/s of --rounds rounds, or of as many as there was time for."""
     rates: list[float] = []
     begun = time.monotonic()
     count = _count(cell, args.tokens, args)
@@ -169,11 +173,27 @@ def throughput(server: servers.Server, cell: Cell, args: argparse.Namespace) -> 
         requests = cell.requests(count, 100_000 * (1 + len(rates)))
         seconds, _ = together(server.port, requests)
         rates.append(count * cell.length / seconds)
-    return statistics.median(rates)
+    return rates
+
+
+def hidden(
+    server: servers.Server, cell: Cell, args: argparse.Namespace
+) -> tuple[list[float], list[Row]]:
+    """As `throughput`, and what part of the time an AsyncEP engine waited for gathers."""
+    before = engines(server)
+    rates = throughput(server, cell, args)
+    found = Gathering.between(before, engines(server))
+    asked = _count(cell, args.tokens, args) * cell.length
+    waited = found.waited_in_all_s / sum(asked / rate for rate in rates)
+    return rates, [
+        Row(f"{cell}: waiting for gathers", "share", waited, None, "", WAIT_CEILING),
+        Row(f"{cell}: gather of a layer", "ms", found.gather_s * 1e3, None, "", None),
+        Row(f"{cell}: gathering", "GB/s", found.bytes_per_s / 1e9, None, "", None),
+    ]
 
 
 def hiding(server: servers.Server, args: argparse.Namespace) -> list[Row]:
-    """By tokens of an engine's batch: what part of the time computing waited, and the gather."""
+    """By tokens of an engine's batch: the gather of a layer, and what computing waited for it."""
     threshold = server.http.get("/expertplex/status").json()["threshold"]
     rows = [
         Row("T, tokens of a batch", "tokens", threshold["tokens"], None, "", None),
@@ -185,13 +205,12 @@ def hiding(server: servers.Server, args: argparse.Namespace) -> list[Row]:
         for again in range(args.rounds):
             requests = _batch(size, args, 100 + 10 * index + again)
             taken += together(server.port, requests)[0]
-        gather, rate, waited = gathering(before, engines(server))
+        found = Gathering.between(before, engines(server))
         name = f"batches of {size} tokens"
-        floor = WAIT_CEILING if size > threshold["tokens"] else None
         rows += [
-            Row(f"{name}: waiting for gathers", "share", waited / taken, None, "", floor),
-            Row(f"{name}: gather of a layer", "ms", gather * 1e3, None, "", None),
-            Row(f"{name}: gathering", "GB/s", rate / 1e9, None, "", None),
+            Row(f"{name}: gather of a layer", "ms", found.gather_s * 1e3, None, "", None),
+            Row(f"{name}: waiting for it", "ms", found.waited_s * 1e3, None, "", None),
+            Row(f"{name}: gathering", "GB/s", found.bytes_per_s / 1e9, None, "", None),
             Row(f"{name}: answered after", "ms", taken / args.rounds * 1e3, None, "", None),
         ]
     time.sleep(2)
@@ -305,7 +324,7 @@ class Bench:
         self._args = args
         self._begun = time.monotonic()
         self._found: Found = {}
-        self._hiding: list[Row] = []
+        self._gathers: list[Row] = []
 
     def measure(self, running: Mapping[str, servers.Server]) -> None:
         """Cell by cell, so that what there is no time for is missing for all modes."""
@@ -315,18 +334,23 @@ class Bench:
                 continue
             for name, server in running.items():
                 try:
-                    rate = throughput(server, cell, self._args)
+                    if name == "AsyncEP":
+                        rates, rows = hidden(server, cell, self._args)
+                        self._gathers += rows
+                    else:
+                        rates = throughput(server, cell, self._args)
                 except httpx.HTTPError as error:
                     console.log(f"{cell}: {name}: {error!r}")
                     continue
-                self._found.setdefault(name, {})[cell] = rate
-                console.log(f"{cell}: {name}: {rate:.0f} tokens/s")
+                self._found.setdefault(name, {})[cell] = statistics.median(rates)
+                each = ", ".join(f"{rate:.0f}" for rate in rates)
+                console.log(f"{cell}: {name}: {each} tokens/s")
             if index == 0 and "AsyncEP" in running:
-                self._hiding = hiding(running["AsyncEP"], self._args)
+                self._gathers += hiding(running["AsyncEP"], self._args)
             self.write()
 
     def rows(self) -> list[Row]:
-        return compare(self._found) + mfu(self._found, self._args) + self._hiding
+        return compare(self._found) + mfu(self._found, self._args) + self._gathers
 
     def write(self) -> None:
         write("asyncep", self.rows(), self._args.json)
