@@ -114,9 +114,10 @@ async def _run(
             mine.task = asyncio.create_task(one(mine))
         await asyncio.gather(*(s.task for s in sent if s.task), return_exceptions=True)
 
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-    ) as session:
+    # vLLM's servers close idle connections after 5 s: do not use one as they do.
+    limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    whole = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=limits, timeout=whole) as session:
         sending = asyncio.create_task(send())
         while not sending.done():
             await asyncio.wait({sending}, timeout=_TICK_S)

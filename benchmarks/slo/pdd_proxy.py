@@ -51,7 +51,8 @@ def application(prefill_url: str, decode_url: str) -> web.Application:
         return web.Response()
 
     async def session(app: web.Application) -> AsyncIterator[None]:
-        limits = aiohttp.TCPConnector(limit=0)
+        # vLLM's servers close idle connections after 5 s: do not use one as they do.
+        limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
         whole = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=limits, timeout=whole) as http:
             app[_HTTP] = http

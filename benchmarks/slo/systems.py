@@ -126,8 +126,10 @@ def _pdd(setup: Setup) -> Iterator[Callable[[], Running]]:
     """vLLM's prefill-decode disaggregation over NIXL, half the GPUs each; a weight copy on both."""
     half, begun = max(1, setup.gpus // 2), time.monotonic()
     options = [*setup.options, *_parallel("tp", half), *setup.plain]
-    if setup.gpus:  # without expert parallelism vLLM would take Triton's kernels for prefill, too
-        options += ["--moe-backend", "deep_gemm"]
+    if setup.gpus:
+        # Without expert parallelism vLLM would take Triton's kernels for prefill, too; and NIXL
+        # moves each layer of each block on its own.
+        options += ["--moe-backend", "deep_gemm", "--block-size", "64"]
     with ExitStack() as stack:
         servers = []
         for index, role in enumerate(("kv_producer", "kv_consumer")):
