@@ -60,13 +60,12 @@ def test_a_hung_tile_ends_its_server_and_is_named(
             status, reply = deployment.ask(list(range(100, 100 + length)), max_tokens=4)
             assert status == 200, reply
         fatal = {"prompt": list(range(200, 200 + TOKENS)), "max_tokens": 4}
-        beside = {"prompt": [7, 8, 9], "max_tokens": 1900, "ignore_eos": True}
-        traffic = Traffic(deployment.port, [Request(body=beside), Request(body=fatal, start_s=0.5)])
+        traffic = Traffic(deployment.port, [Request(body=fatal)])
         traffic.join(NOTICED_S)
         code = deployment.footprint.note_until_exit(STOP_S)
         log = deployment.server.log.read_text(errors="replace")
 
-        assert all("moe-0" in str(outcome.error) for outcome in traffic.outcomes), traffic.outcomes
+        assert "moe-0" in str(traffic.outcomes[0].error)
         assert code == 1
         assert re.search(REPORT, log.rpartition("vllm serve: error: ")[2])
         # Compilers may keep files there.
