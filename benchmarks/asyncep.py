@@ -346,7 +346,10 @@ class Bench:
                 each = ", ".join(f"{rate:.0f}" for rate in rates)
                 console.log(f"{cell}: {name}: {each} tokens/s")
             if index == 0 and "AsyncEP" in running:
-                self._gathers += hiding(running["AsyncEP"], self._args)
+                try:
+                    self._gathers += hiding(running["AsyncEP"], self._args)
+                except httpx.HTTPError as error:
+                    console.log(f"AsyncEP, batch by batch: {error!r}")
             self.write()
 
     def rows(self) -> list[Row]:
