@@ -14,6 +14,7 @@ half's thread waits for its experts when the other has nothing left to do but wa
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -60,9 +61,27 @@ def install(runner: Any, vllm_config: VllmConfig, tokens: int, moe_timeout_s: fl
     `moe_timeout_s`: the deadline of a remote layer.
     """
     runner._model_forward = Halves(runner, vllm_config, _TURN_S + moe_timeout_s)
+    runner.initialize_metadata_builders = building_each(runner, runner.initialize_metadata_builders)
     runner._determine_batch_execution_and_padding = cutting(
         runner._determine_batch_execution_and_padding, tokens
     )
+
+
+def building_each(runner: Any, create: Callable[..., None]) -> Callable[..., None]:
+    """GPUModelRunner.initialize_metadata_builders, whose builders then make metadata for every half.
+
+    For builders that can put another block table into metadata of before, vLLM keeps that by KV
+    cache group (`_build_attention_metadata`), and does not ask whose half it is: the second half's
+    attention would run with the first one's lengths.
+    """
+
+    def create_builders(*args: Any, **kwargs: Any) -> None:
+        create(*args, **kwargs)
+        for group in itertools.chain.from_iterable(runner.attn_groups):
+            for builder in group.metadata_builders:
+                builder.supports_update_block_table = False
+
+    return create_builders
 
 
 def cutting(decide: Callable[..., tuple], tokens: int) -> Callable[..., tuple]:

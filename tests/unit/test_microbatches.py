@@ -1,0 +1,42 @@
+"""What a runner is told so that the halves of a step are computed apart."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_expertplex.executor.microbatches import building_each
+
+
+class Builder:
+    """As vLLM's FlashAttention builder: metadata of before may serve again."""
+
+    supports_update_block_table = True
+
+    def build(self, tokens: int) -> dict[str, int]:
+        return {"tokens": tokens}
+
+
+def metadata_of_halves(runner: Any, halves: tuple[int, int]) -> list[dict[str, int]]:
+    """The rule of GPUModelRunner._build_attention_metadata, which keeps metadata by group."""
+    kept: dict[int, dict[str, int]] = {}
+    found = []
+    for index, tokens in enumerate(halves):
+        builder = runner.attn_groups[0][0].metadata_builders[index]
+        if 0 in kept and builder.supports_update_block_table:
+            found.append(kept[0])
+            continue
+        found.append(builder.build(tokens))
+        kept[0] = found[-1]
+    return found
+
+
+def test_each_half_gets_metadata_of_its_own() -> None:
+    runner = SimpleNamespace(attn_groups=[])
+
+    def create(*, builders: int) -> None:
+        group = SimpleNamespace(metadata_builders=[Builder() for _ in range(builders)])
+        runner.attn_groups = [[group]]
+
+    create(builders=2)
+    assert metadata_of_halves(runner, (2, 3)) == [{"tokens": 2}] * 2  # what is to be prevented
+    building_each(runner, create)(builders=2)
+    assert metadata_of_halves(runner, (2, 3)) == [{"tokens": 2}, {"tokens": 3}]
