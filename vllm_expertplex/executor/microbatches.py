@@ -68,7 +68,7 @@ def install(runner: Any, vllm_config: VllmConfig, tokens: int, moe_timeout_s: fl
 
 
 def building_each(runner: Any, create: Callable[..., None]) -> Callable[..., None]:
-    """GPUModelRunner.initialize_metadata_builders, whose builders then make metadata for every half.
+    """GPUModelRunner.initialize_metadata_builders; its builders then make metadata for every half.
 
     For builders that can put another block table into metadata of before, vLLM keeps that by KV
     cache group (`_build_attention_metadata`), and does not ask whose half it is: the second half's
