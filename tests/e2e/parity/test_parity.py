@@ -1,5 +1,5 @@
 """The part of the parity matrix that runs on every change: one tiny model, one layout, also with
-prefill steps cut in two (and a second layout with the slow tests).
+prefill steps cut in two, or attention over two ranks (and a second layout with the slow tests).
 
 The whole matrix is `python -m tests.e2e.parity.matrix`.
 """
@@ -78,6 +78,12 @@ def test_answers_are_the_same_when_prefill_steps_run_as_two_microbatches(
         assert "choices" in ask(server, Request(one))
         layers = json.loads((checkpoint(MODEL) / "config.json").read_text())["num_hidden_layers"]
         assert remote_layers(server) - before == 2 * layers
+        ours = run(server, plain.probe, only=_chosen)
+    assert not different(plain, ours)
+
+
+def test_answers_are_the_same_when_two_ranks_share_attention(plain: Answers, logs: Path) -> None:
+    with _serve(logs, "1P1D1E", "--tensor-parallel-size", "2") as server:
         ours = run(server, plain.probe, only=_chosen)
     assert not different(plain, ours)
 
