@@ -53,8 +53,9 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     expected_x_moe: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Pairs of an expert and a block of its rows that a decode operation has on average."""
     moe_scheduling: Literal["preemptive", "fifo"] = "preemptive"
-    """Decode takes over from prefill at tile boundaries (`preemptive`); or operations are served one
-    after the other in order of arrival, whatever their phase (`fifo`: to measure the former by)."""
+    """Decode takes over from prefill at tile boundaries (`preemptive`); or operations are served
+    one after the other in order of arrival, whatever their phase (`fifo`), to measure what the
+    former gains."""
     coalescing: bool = True
     """Decode operations of one layer from several servers run as one, which reads experts once;
     never with `moe_scheduling` `fifo`."""

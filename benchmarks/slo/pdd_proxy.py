@@ -3,7 +3,7 @@
     python pdd_proxy.py PORT PREFILL_URL DECODE_URL
 
 A request goes to prefill for one token, then, with the KV transfer's parameters that came back, to
-decode, whose stream is passed on.
+decode, whose stream is passed on. A client that goes away cancels what was begun for it.
 """
 
 from __future__ import annotations
@@ -12,57 +12,68 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+import aiohttp
+from aiohttp import web
 
+_HTTP = web.AppKey("http", aiohttp.ClientSession)
 _PREFILL_ONLY = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def application(prefill_url: str, decode_url: str) -> Starlette:
-    limits = httpx.Limits(max_connections=None)
-    prefill, decode = (
-        httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False)
-        for url in (prefill_url, decode_url)
-    )
-
-    async def complete(request: Request) -> Response:
-        path, body = request.url.path, await request.json()
+def application(prefill_url: str, decode_url: str) -> web.Application:
+    async def complete(request: web.Request) -> web.StreamResponse:
+        http: aiohttp.ClientSession = request.app[_HTTP]
+        body = await request.json()
         first: dict[str, Any] = body | {
             "max_tokens": 1,
             "stream": False,
             "kv_transfer_params": _PREFILL_ONLY,
         }
         first.pop("stream_options", None)
-        answer = await prefill.post(path, json=first)
-        if not answer.is_success:
-            return Response(answer.content, answer.status_code)
-        body["kv_transfer_params"] = answer.json()["kv_transfer_params"]
+        async with http.post(prefill_url + request.path, json=first) as answer:
+            if not answer.ok:
+                return web.Response(body=await answer.read(), status=answer.status)
+            body["kv_transfer_params"] = (await answer.json())["kv_transfer_params"]
+        async with http.post(decode_url + request.path, json=body) as answer:
+            response = web.StreamResponse(status=answer.status)
+            response.content_type = answer.content_type
+            await response.prepare(request)
+            async for part in answer.content.iter_any():
+                await response.write(part)
+            await response.write_eof()
+            return response
 
-        async def stream() -> AsyncIterator[bytes]:
-            async with decode.stream("POST", path, json=body) as response:
-                async for part in response.aiter_raw():
-                    yield part
+    async def everywhere(request: web.Request) -> web.Response:
+        http = request.app[_HTTP]
+        for url in (prefill_url, decode_url):
+            async with http.request(request.method, url + request.path) as answer:
+                if not answer.ok:
+                    return web.Response(status=503, text=f"{url} answered {answer.status}")
+        return web.Response()
 
-        return StreamingResponse(stream(), media_type="text/event-stream")
+    async def session(app: web.Application) -> AsyncIterator[None]:
+        # vLLM's servers close idle connections after 5 s: do not use one as they do.
+        limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        whole = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=limits, timeout=whole) as http:
+            app[_HTTP] = http
+            yield
 
-    async def health(_: Request) -> Response:
-        for client in (prefill, decode):
-            if not (await client.get("/health")).is_success:
-                return Response(status_code=503)
-        return Response()
-
-    return Starlette(
-        routes=[
-            Route("/v1/completions", complete, methods=["POST"]),
-            Route("/health", health),
-        ]
-    )
+    app = web.Application(client_max_size=2**30)
+    app.cleanup_ctx.append(session)
+    app.router.add_post("/v1/completions", complete)
+    app.router.add_get("/health", everywhere)
+    app.router.add_post("/start_profile", everywhere)
+    app.router.add_post("/stop_profile", everywhere)
+    return app
 
 
 if __name__ == "__main__":
     port, prefill_url, decode_url = sys.argv[1:]
-    uvicorn.run(application(prefill_url, decode_url), port=int(port), log_level="warning")
+    web.run_app(
+        application(prefill_url, decode_url),
+        host="127.0.0.1",
+        port=int(port),
+        print=None,
+        access_log=None,
+        handler_cancellation=True,
+    )

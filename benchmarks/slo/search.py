@@ -6,10 +6,14 @@ TTFT and TPOT. No servers here, so that the search is tested without any.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vllm_expertplex.planner.workload import Targets
+
+SHARE = 0.9  # of all requests
 
 
 class Request(NamedTuple):
@@ -31,58 +35,82 @@ class Attainment(NamedTuple):
 class Probe(NamedTuple):
     rate: float  # requests per second
     attainment: Attainment
+    requests: int  # that the shares are of
+
+
+class Found(NamedTuple):
+    """`goodput` was seen to hold, `fails` not to (infinity: nothing did); `probes` by rate."""
+
+    goodput: float
+    fails: float
+    probes: list[Probe]
+
+
+def meets(request: Request, targets: Targets) -> tuple[bool, bool]:
+    """TTFT, TPOT."""
+    return (
+        request.ok and request.ttft <= targets.ttft,
+        request.ok and (request.tpot is None or request.tpot <= targets.tpot),
+    )
 
 
 def attainment(requests: Sequence[Request], targets: Targets) -> Attainment:
     """Raises ValueError for no requests at all."""
     if not requests:
         raise ValueError("no requests were sent")
-    first = [r.ok and r.ttft <= targets.ttft for r in requests]
-    rest = [r.ok and (r.tpot is None or r.tpot <= targets.tpot) for r in requests]
-    both = [a and b for a, b in zip(first, rest, strict=True)]
-    return Attainment(*(sum(met) / len(requests) for met in (first, rest, both)))
+    met = [meets(r, targets) for r in requests]
+    first, rest = (sum(column) for column in zip(*met, strict=True))
+    return Attainment(*(n / len(requests) for n in (first, rest, sum(a and b for a, b in met))))
+
+
+def certain(met: int, missed: int, count: int) -> bool:
+    """Whether `count` requests will, or will not, reach `SHARE` whatever the undecided ones do."""
+    enough = math.ceil(SHARE * count)
+    return met >= enough or missed > count - enough
 
 
 def goodput(
-    measure: Callable[[float], Attainment],
+    measure: Callable[[float], tuple[Attainment, int]],
     start: float,
     *,
-    share: float = 0.9,
+    step: float = 2.0,
     precision: float = 0.05,
     lowest: float = 0.01,
     highest: float = 1000.0,
     most: int = 30,
-) -> tuple[float, list[Probe]]:
-    """The highest rate that was seen to reach `share`, within `precision`, and all probes by rate.
+    seconds: float = math.inf,
+) -> Found:
+    """The highest rate that was seen to reach `SHARE`, within `precision`.
 
-    From `start` the rate doubles or halves until two rates enclose the answer, which is then
-    bisected by ratio. 0 where even `lowest` fails. After `most` rates the search ends where it is.
+    From `start` the rate is multiplied or divided, by `step` first and by at most 4 later, until
+    two rates enclose the answer, which is then bisected by ratio. 0 where even `lowest` fails.
+    After `most` rates the search ends where it is, and after `seconds` it begins no other.
     """
     probes: list[Probe] = []
+    begun = time.monotonic()
 
     def enough(rate: float) -> bool:
-        probes.append(Probe(rate, measure(rate)))
-        return probes[-1].attainment.both >= share
+        probes.append(Probe(rate, *measure(rate)))
+        return probes[-1].attainment.both >= SHARE
 
-    low, high = 0.0, float("inf")
-    rate = start
+    def over() -> bool:
+        return len(probes) >= most or time.monotonic() - begun >= seconds
+
+    low, high, rate = 0.0, math.inf, start
     while True:
         if enough(rate):
             low = rate
         else:
             high = rate
-        if low == 0:
-            rate = high / 2
-        elif high == float("inf"):
-            rate = low * 2
-        else:
+        if over():
             break
-        if not lowest <= rate <= highest or len(probes) >= most:
-            return low, sorted(probes)
-    while high / low > 1 + precision and len(probes) < most:
-        middle = (low * high) ** 0.5
-        if enough(middle):
-            low = middle
-        else:
-            high = middle
-    return low, sorted(probes)
+        if low > 0 and high < math.inf:
+            if high / low <= 1 + precision:
+                break
+            rate = (low * high) ** 0.5
+            continue
+        rate = high / step if low == 0 else low * step
+        step = min(step**2, 4)
+        if not lowest <= rate <= highest:
+            break
+    return Found(low, high, sorted(probes))

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -20,13 +21,16 @@ from e2e.server import (
     MODEL_NAME,
     START_DEADLINE_S,
     Server,
+    ServerError,
     free_port,
     interrupt_on_sigterm,
     serve,
     start,
 )
 
-__all__ = ["MODEL_NAME", "SYSTEMS", "Running", "Setup", "interrupt_on_sigterm"]
+__all__ = ["MODEL_NAME", "Running", "ServerError", "Setup", "System", "interrupt_on_sigterm"]
+
+EXPERTPLEX = "expertplex"
 
 
 class Setup(NamedTuple):
@@ -35,8 +39,6 @@ class Setup(NamedTuple):
     model: Path
     logs: Path
     gpus: int  # 0: on CPU
-    layout: str
-    colocated: str  # `tp` or `dp` over all GPUs
     max_model_len: int
     options: Sequence[str]
     plain: Sequence[str] = ()
@@ -44,8 +46,22 @@ class Setup(NamedTuple):
 
 class Running(NamedTuple):
     base_url: str
-    start_s: float
+    start_s: float  # from its first process until it was seen to be healthy
     kv_tokens: int  # KV cache of all engines that decode
+
+
+# Entered, a system is starting (an ExpertPlex deployment, which shares its GPUs with no other, only
+# when called); called, it returns once it runs.
+Starting = AbstractContextManager[Callable[[], Running]]
+
+
+class System(NamedTuple):
+    name: str
+    begin: Callable[[Setup], Starting]
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith(EXPERTPLEX)
 
 
 def _parallel(how: str, gpus: int) -> tuple[str, ...]:
@@ -65,37 +81,55 @@ def _url(server: Server) -> str:
 
 
 @contextmanager
-def expertplex(setup: Setup) -> Iterator[Running]:
-    log = setup.logs / "expertplex.log"
-    with serve(setup.model, log, layout=setup.layout, options=setup.options) as server:
-        # Prefill engines' caches only hold prompts in passing.
-        prefill = int(re.match(r"\d+", setup.layout)[0])  # type: ignore[index]
-        yield Running(_url(server), server.start_s, sum(sorted(_kv_tokens(log))[prefill:]))
+def _expertplex(
+    name: str, layout: str, config: dict[str, Any], setup: Setup
+) -> Iterator[Callable[[], Running]]:
+    log, options = setup.logs / f"{name}.log", list(setup.options)
+    if config:
+        path = setup.logs / f"{name}.json"
+        path.write_text(json.dumps(config))
+        options += ["--expertplex-config", str(path)]
+    with ExitStack() as stack:
+
+        def ready() -> Running:
+            server = stack.enter_context(serve(setup.model, log, layout=layout, options=options))
+            # Prefill engines' caches only hold prompts in passing.
+            prefill = int(re.match(r"\d+", layout)[0])  # type: ignore[index]
+            return Running(_url(server), server.start_s, sum(sorted(_kv_tokens(log))[prefill:]))
+
+        yield ready
 
 
 @contextmanager
-def _colocated(setup: Setup, name: str, options: Sequence[str]) -> Iterator[Running]:
-    log = setup.logs / f"{name}.log"
-    parallel = _parallel(setup.colocated, setup.gpus)
-    given = (*setup.options, *parallel, *options, *setup.plain)
-    with serve(setup.model, log, options=given) as server:
-        yield Running(_url(server), server.start_s, sum(_kv_tokens(log)))
+def _colocated(name: str, chunked: bool, how: str, setup: Setup) -> Iterator[Callable[[], Running]]:
+    """One engine, or one per GPU with the experts over all, as `how` says. Under expert parallelism
+    vLLM takes DeepGEMM for FP8 experts from 128 tokens a step, Triton below.
+    """
+    log, begun = setup.logs / f"{name}.log", time.monotonic()
+    options = [*setup.options, *_parallel(how, setup.gpus), *setup.plain]
+    if chunked:
+        options.append("--enable-chunked-prefill")
+    else:
+        whole = str(setup.max_model_len)
+        options += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", whole]
+    with start(setup.model, log, options=options) as server:
 
+        def ready() -> Running:
+            server.wait_healthy(START_DEADLINE_S)
+            return Running(_url(server), time.monotonic() - begun, sum(_kv_tokens(log)))
 
-def chunked(setup: Setup) -> AbstractContextManager[Running]:
-    return _colocated(setup, "chunked", ("--enable-chunked-prefill",))
-
-
-def unchunked(setup: Setup) -> AbstractContextManager[Running]:
-    whole = ("--max-num-batched-tokens", str(setup.max_model_len))
-    return _colocated(setup, "unchunked", ("--no-enable-chunked-prefill", *whole))
+        yield ready
 
 
 @contextmanager
-def pdd(setup: Setup) -> Iterator[Running]:
+def _pdd(setup: Setup) -> Iterator[Callable[[], Running]]:
     """vLLM's prefill-decode disaggregation over NIXL, half the GPUs each; a weight copy on both."""
-    half = max(1, setup.gpus // 2)
-    options = (*setup.options, *_parallel(setup.colocated, half), *setup.plain)
+    half, begun = max(1, setup.gpus // 2), time.monotonic()
+    options = [*setup.options, *_parallel("tp", half), *setup.plain]
+    if setup.gpus:
+        # Without expert parallelism vLLM would take Triton's kernels for prefill, too; and NIXL
+        # moves each layer of each block on its own.
+        options += ["--moe-backend", "deep_gemm", "--block-size", "64"]
     with ExitStack() as stack:
         servers = []
         for index, role in enumerate(("kv_producer", "kv_consumer")):
@@ -119,36 +153,71 @@ def pdd(setup: Setup) -> Iterator[Running]:
                     )
                 )
             )
-        for server in servers:
-            server.wait_healthy(START_DEADLINE_S)
-        port = free_port()
-        proxy = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("pdd_proxy.py")), str(port)]
-            + [_url(server) for server in servers],
-            env=os.environ.copy(),
-        )
-        stack.callback(proxy.wait)
-        stack.callback(proxy.terminate)
-        _await_proxy(proxy, f"http://127.0.0.1:{port}")
-        kv = sum(_kv_tokens(setup.logs / "pdd-kv_consumer.log"))
-        start_s = max(server.start_s for server in servers)
-        yield Running(f"http://127.0.0.1:{port}", start_s, kv)
+
+        def ready() -> Running:
+            for server in servers:
+                server.wait_healthy(START_DEADLINE_S)
+            url = stack.enter_context(_proxy(*map(_url, servers)))
+            kv = sum(_kv_tokens(setup.logs / "pdd-kv_consumer.log"))
+            return Running(url, time.monotonic() - begun, kv)
+
+        yield ready
 
 
-def _await_proxy(proxy: subprocess.Popen[bytes], url: str, deadline_s: float = 60) -> None:
-    begun = time.monotonic()
-    while time.monotonic() - begun < deadline_s and proxy.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
-    raise RuntimeError(f"the PDD proxy at {url} was not healthy within {deadline_s:g} s")
+@contextmanager
+def _proxy(prefill_url: str, decode_url: str, deadline_s: float = 60) -> Iterator[str]:
+    port = free_port()
+    url, script = f"http://127.0.0.1:{port}", Path(__file__).with_name("pdd_proxy.py")
+    proxy = subprocess.Popen(
+        [sys.executable, str(script), str(port), prefill_url, decode_url], env=os.environ.copy()
+    )
+    try:
+        begun = time.monotonic()
+        while time.monotonic() - begun < deadline_s and proxy.poll() is None:
+            try:
+                if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        else:
+            raise ServerError(f"the PDD proxy at {url} was not healthy within {deadline_s:g} s")
+        yield url
+    finally:
+        proxy.terminate()
+        proxy.wait()
 
 
-SYSTEMS: dict[str, Callable[[Setup], AbstractContextManager[Running]]] = {
-    "expertplex": expertplex,
-    "chunked": chunked,
-    "unchunked": unchunked,
-    "pdd": pdd,
+PLAIN: dict[str, Callable[[Setup], Starting]] = {
+    **{
+        f"{mode}-{how}": partial(_colocated, f"{mode}-{how}", mode == "chunked", how)
+        for mode in ("chunked", "unchunked")
+        for how in ("tp", "dp")
+    },
+    "pdd": _pdd,
 }
+
+
+def parse(text: str) -> System:
+    """One of `PLAIN`, or `expertplex[=LAYOUT][+KEY=VALUE...]`, keys as in `--expertplex-config`.
+
+    Raises ValueError with what is possible.
+    """
+    if text in PLAIN:
+        return System(text, PLAIN[text])
+    what, *settings = text.split("+")
+    name, _, layout = what.partition("=")
+    if name != EXPERTPLEX or not all("=" in s for s in settings):
+        raise ValueError(
+            f"system {text!r}: expected {', '.join(PLAIN)}, or expertplex=LAYOUT followed by any "
+            "+KEY=VALUE of --expertplex-config, such as expertplex=1P1D1E+tbo_tokens=4096"
+        )
+    config = {key: _value(value) for key, _, value in (s.partition("=") for s in settings)}
+    full = text if layout else text.replace(EXPERTPLEX, f"{EXPERTPLEX}=1P1D1E", 1)
+    return System(full, partial(_expertplex, full, layout or "1P1D1E", config))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text  # a name

@@ -1,4 +1,4 @@
-"""Prompts of exactly given lengths, as the file that vLLM's benchmark client reads.
+"""What is sent: prompts of exactly given lengths, and the targets they have to meet.
 
 A prompt is random words that are one token each, so no two requests share a prefix and every
 server counts the same tokens.
@@ -6,14 +6,44 @@ server counts the same tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_expertplex.planner.workload import Lengths, load_workload, read_trace
+from vllm_expertplex.planner.workload import Lengths, Targets, load_workload, read_trace
+
+_DRAWN = 50_000  # lengths; texts are made as they are asked for
+
+
+class Prompt(NamedTuple):
+    text: str
+    tokens: int
+    output: int  # tokens to be generated
+
+
+class Workload(NamedTuple):
+    """A workload as the command line names it."""
+
+    name: str
+    start: float  # requests per second that the search begins with
+    targets: Targets
+
+
+def parse(text: str, start: float, targets: Targets) -> Workload:
+    """`NAME[@START[,TTFT,TPOT]]`; what is left out is as given. Raises ValueError."""
+    name, at, rest = text.partition("@")
+    if not at:
+        return Workload(name, start, targets)
+    numbers = rest.split(",")
+    if len(numbers) not in (1, 3):
+        raise ValueError(
+            f"workload {text!r}: expected NAME, NAME@START, or NAME@START,TTFT,TPOT "
+            "(requests per second, and targets in seconds)"
+        )
+    first, *given = map(float, numbers)
+    return Workload(name, first, Targets(*given) if given else targets)
 
 
 def lengths(text: str, count: int, seed: int) -> tuple[Lengths, Lengths]:
@@ -47,31 +77,41 @@ def one_token_words(tokenizer: Any, wanted: int = 2000) -> list[str]:
     return words
 
 
-def write_requests(
-    path: Path,
-    tokenizer: Any,
-    workload: str,
-    count: int,
-    longest: int,
-    seed: int,
-    progress: Callable[[str], None] = print,
-) -> None:
-    """JSON lines with `prompt` and `output_tokens`. Requests beyond `longest` tokens (prompt and
-    output) are left out and drawn again, and `progress` is told how many.
+class Prompts:
+    """The requests of one workload, the same for every system and rate.
+
+    Requests beyond `longest` tokens (prompt and output) are left out, and `progress` is told how
+    many. Raises ValueError where nearly all are.
     """
-    inputs, outputs = lengths(workload, 20 * count, seed)
-    special = len(tokenizer.encode(""))
-    fits = (inputs + outputs <= longest) & (inputs > special)
-    if fits.sum() < count:
-        raise ValueError(
-            f"workload {workload}: {fits.mean():.0%} of its requests fit into {longest} tokens, "
-            "too few; raise --max-model-len"
-        )
-    if not fits.all():
-        progress(f"{workload}: {1 - fits.mean():.1%} of the requests exceed {longest} tokens")
-    words, rng = one_token_words(tokenizer), np.random.default_rng(seed)
-    with path.open("w") as file:
-        for prompt, output in zip(inputs[fits][:count], outputs[fits][:count], strict=True):
-            drawn = rng.integers(0, len(words), prompt - special)
-            text = "".join(words[i] for i in drawn)
-            file.write(json.dumps({"prompt": text, "output_tokens": int(output)}) + "\n")
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        workload: str,
+        longest: int,
+        seed: int,
+        progress: Callable[[str], None] = print,
+    ) -> None:
+        inputs, outputs = lengths(workload, _DRAWN, seed)
+        self._special = len(tokenizer.encode(""))
+        fits = (inputs + outputs <= longest) & (inputs > self._special)
+        if fits.mean() < 0.05:
+            raise ValueError(
+                f"workload {workload}: {fits.mean():.0%} of its requests fit into {longest} "
+                "tokens, too few; raise --max-model-len"
+            )
+        if not fits.all():
+            progress(f"{workload}: {1 - fits.mean():.1%} of the requests exceed {longest} tokens")
+        self._lengths = list(zip(inputs[fits].tolist(), outputs[fits].tolist(), strict=True))
+        self._words = one_token_words(tokenizer)
+        self._rng = np.random.default_rng(seed)
+        self._made: list[Prompt] = []
+
+    def first(self, count: int) -> list[Prompt]:
+        """The first `count` of them; raises ValueError where so many were never drawn."""
+        if count > len(self._lengths):
+            raise ValueError(f"{count} requests are wanted, only {len(self._lengths)} were drawn")
+        for tokens, output in self._lengths[len(self._made) : count]:
+            drawn = self._rng.integers(0, len(self._words), tokens - self._special)
+            self._made.append(Prompt("".join(self._words[i] for i in drawn), tokens, output))
+        return self._made[:count]

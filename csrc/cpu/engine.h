@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -27,6 +28,8 @@ inline uint64_t clock_ns() {
 struct Settings {
   Config scheduler;
   TileSizes tiles[kPhases];
+  bool fifo;                     // operations run one after the other, in order of arrival
+  bool coalescing;               // decode operations of one layer run as one; not if fifo
   uint64_t window_ns, stale_ns;  // coalescing: see coalesce.h
   uint64_t spin_ns;              // an idle worker polls so long before it sleeps
   uint64_t deadline_ns;          // of one operation
@@ -82,7 +85,11 @@ class Engine {
       std::lock_guard lock(control_);
       const uint64_t now = clock_ns();
       for (const Submission& s : operations) {
-        if (s.phase != kDecode) {
+        if (settings_.fifo) {
+          line_.push_back(s);
+          continue;
+        }
+        if (s.phase != kDecode || !settings_.coalescing) {
           start(s.phase, uint64_t{1} << s.source, s.layer, {s.member}, now, empty);
           continue;
         }
@@ -200,6 +207,18 @@ class Engine {
     }
   }
 
+  // With FIFO: the operation before has ended and been told.
+  void next_turn() {
+    std::vector<Pooled*> empty;
+    {
+      std::lock_guard lock(control_);
+      serving_ = false;
+      if (stopping_) return;
+      start_due(clock_ns(), empty);
+    }
+    for (Pooled* job : empty) finished(*job);
+  }
+
   void keep_time() {
     prctl(PR_SET_TIMERSLACK, 1UL);  // ns; a window is 6 times the 50 us that timers may be late by
     std::unique_lock lock(control_);
@@ -234,6 +253,12 @@ class Engine {
   // What follows is the controller's: `control_` is held. `empty` collects operations without a
   // tile, to be completed when it is not.
   void start_due(uint64_t now, std::vector<Pooled*>& empty) {
+    while (!line_.empty() && !serving_) {
+      serving_ = true;
+      const Submission s = line_.front();
+      line_.pop_front();
+      start(s.phase, uint64_t{1} << s.source, s.layer, {s.member}, now, empty);
+    }
     uint64_t due;
     while (const uint64_t group = take_group(coalescer_, now, due)) start_group(group, now, empty);
     if (due < due_ns_) tick_.notify_one();
@@ -279,6 +304,7 @@ class Engine {
     store_release(pooled.busy, 0u);
     fetch_add(totals_.done[phase], uint64_t{members.size()});
     for (const Member& m : members) complete_(m.handle);
+    if (settings_.fifo) next_turn();
   }
 
   template <class F>
@@ -307,6 +333,8 @@ class Engine {
   std::condition_variable tick_;
   Coalescer coalescer_{};
   Member waiting_[kMaxSources] = {};  // of the sources pending in the coalescer
+  std::deque<Submission> line_;       // with FIFO: what has arrived and not begun
+  bool serving_ = false;              // with FIFO: an operation has begun and not been told
   uint64_t due_ns_ = ~uint64_t{0};
   std::vector<std::unique_ptr<Pooled>> pool_;
   Totals totals_{};

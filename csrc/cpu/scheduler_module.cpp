@@ -173,10 +173,12 @@ NB_MODULE(_scheduler, m) {
           "__init__",
           [](Settings* self, uint32_t workers, uint32_t q, uint32_t q_max, uint32_t x_star,
              const TileSizes& decode, const TileSizes& prefill, uint32_t quantum, uint64_t hold_ns,
-             uint64_t window_ns, uint64_t stale_ns, uint64_t spin_ns, uint64_t deadline_ns,
-             uint64_t trace_events) {
+             bool fifo, bool coalescing, uint64_t window_ns, uint64_t stale_ns, uint64_t spin_ns,
+             uint64_t deadline_ns, uint64_t trace_events) {
             new (self) Settings{{workers, quantum, hold_ns, {q, q_max, x_star, 1}},
                                 {decode, prefill},
+                                fifo,
+                                coalescing,
                                 window_ns,
                                 stale_ns,
                                 spin_ns,
@@ -184,8 +186,8 @@ NB_MODULE(_scheduler, m) {
                                 trace_events};
           },
           nb::kw_only(), "workers"_a, "q"_a, "q_max"_a, "x_star"_a, "decode"_a, "prefill"_a,
-          "quantum"_a, "hold_ns"_a, "window_ns"_a, "stale_ns"_a, "spin_ns"_a, "deadline_ns"_a,
-          "trace_events"_a);
+          "quantum"_a, "hold_ns"_a, "fifo"_a, "coalescing"_a, "window_ns"_a, "stale_ns"_a,
+          "spin_ns"_a, "deadline_ns"_a, "trace_events"_a);
 
   nb::class_<PyEngine>(m, "Engine")
       .def(nb::init<const std::string&, Model, const Settings&>(), "libtorch"_a, "model"_a,

@@ -134,8 +134,14 @@ MUTANTS = [
     Mutant(
         "stop: a drain leaves prefill behind",
         "scheduler.h",
-        " &&\n      !load_acquire(s.queue[kPrefill].busy))",
+        " | load_acquire(s.queue[kPrefill].busy))",
         ")",
+    ),
+    Mutant(
+        "fifo: whoever came last goes first",
+        "coalesce.h",
+        "if (c.arrived_ns[lowest_bit(m)] < c.arrived_ns[first])",
+        "if (c.arrived_ns[lowest_bit(m)] > c.arrived_ns[first])",
     ),
     Mutant(
         "coalesce: no window",

@@ -103,6 +103,31 @@ void test_coalesce_cases() {
   CHECK(take_group(c, 400 + c.stale_ns + 1, due) == 2, "a silent source is not waited for");
 }
 
+// Served by age, operations leave in the order in which they came, of either phase and layer; of
+// those that came at the same time the lowest source first. None is left behind.
+void test_oldest_is_fifo() {
+  for (int round = 0; round < 2000; ++round) {
+    Coalescer c = coalescer(100);
+    std::vector<uint32_t> line;  // sources in order of arrival
+    uint64_t now = 0;
+    for (int step = 0; step < 200; ++step) {
+      now += below(3);
+      for (uint32_t s = 0; s < kMaxSources; ++s) {
+        if (c.pending >> s & 1 || below(16)) continue;
+        arrive(c, s, below(10), now);
+        line.push_back(s);
+      }
+      ++now;  // what is found later is later
+      if (line.empty() || below(2)) continue;
+      const uint32_t first = oldest(c, c.pending);
+      CHECK(first == line.front(), "source %u overtook source %u", first, line.front());
+      take(c, uint64_t{1} << first);
+      line.erase(line.begin());
+    }
+    CHECK(bit_count(c.pending) == line.size(), "an operation was lost");
+  }
+}
+
 // Servers of about one pace, starting anywhere: no operation waits longer than the window, and they
 // end up in step.
 void test_coalesce_converges() {
@@ -150,5 +175,6 @@ int main() {
   test_instantiate();
   test_coalesce_cases();
   test_coalesce_converges();
+  test_oldest_is_fifo();
   std::printf("policy: ok\n");
 }

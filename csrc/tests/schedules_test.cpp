@@ -40,6 +40,7 @@ void run_one(uint32_t seed) {
       {1 + random.below(workers), 1 + random.below(workers), 1 + random.below(4), 1}};
   const std::vector<Script> script = random_script(random);
   auto r = std::make_unique<Run>();
+  r->fifo = random.below(4) == 0;
   for (uint32_t k = 0; k < 7; ++k)
     r->delays.push_back(random.below(3) ? random.below(3) : random.below(50));
   start(*r, config, script);

@@ -4,7 +4,8 @@
 // Checked: each ticket runs once and after all tiles of the stages before it; a worker claims no
 // tile of the phase it should leave while the phase it belongs to has some; nobody sleeps while
 // there is something to claim; sources of a phase take turns; epochs never go back; an operation is
-// done once, when all its tiles have run; stopping ends.
+// done once, when all its tiles have run; stopping ends. With FIFO: no tile runs before all tiles
+// of all operations submitted earlier.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -71,6 +72,7 @@ struct Run {
   Span announced, next;     // decode's share while the latest epoch was started; likewise the next
   uint64_t clock = 0;
   bool aborted = false;
+  bool fifo = false;  // the controller submits when nothing is in flight
   int controller = 0;
 };
 
@@ -116,6 +118,9 @@ inline void claimed(Run& r, uint32_t i, const Tile& tile) {
         "no such tile");
   for (uint32_t stage = 0; stage < tile.stage; ++stage)
     for (const uint8_t ran : record.ran[stage]) CHECK(ran, "claimed before its inputs were ready");
+  for (uint64_t earlier = 0; r.fifo && earlier < slot.op.user; ++earlier)
+    for (const auto& stage : r.records[earlier].ran)
+      for (const uint8_t ran : stage) CHECK(ran, "operation %lu was overtaken", earlier);
   CHECK(!record.claimed[tile.stage][tile.ticket]++, "ticket %u of stage %u claimed twice",
         tile.ticket, tile.stage);
   CHECK((tile.epoch & 0xffffffffu) == (r.workers[i].epoch & 0xffffffffu), "tile has another epoch");
@@ -228,6 +233,8 @@ inline void control(Run& r, const std::vector<Script>& script) {
       r.records.push_back(std::move(record));
       const uint32_t base = lowest_bit(op.sources) * kDepth;
       const uint64_t own = ((uint64_t{1} << kDepth) - 1) << base;
+      while (r.fifo && in_flight(r.s))
+        fibers::wait_until([&r] { return !(r.s.queue[kDecode].busy | r.s.queue[kPrefill].busy); });
       while (true) {
         if (step.phase == kDecode) begin_announcing(r);
         ++r.publishing;

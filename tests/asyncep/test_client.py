@@ -79,7 +79,7 @@ def _run(tmp_path: Path, body: Body, engines: int = 2, threshold_tokens: float =
             config=config,
             flops=flops,
             threshold=SimpleNamespace(flops=threshold_tokens * flops.per_token),
-            step_flops=0.0,
+            step_tokens=0,
             block_size=16,
             reuses_prefixes=False,
             boards=[Board(tmp_path, server, create=True) for server in config.servers],

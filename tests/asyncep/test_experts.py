@@ -65,7 +65,7 @@ def test_a_gathered_layer_computes_what_a_whole_one_does(ranks: int) -> None:
         assert layer.w13_weight.numel() == 0
         layers.append(layer)
         shards.append(shard)
-    whole = torch.zeros(layout.whole_bytes, dtype=torch.uint8)
+    whole = torch.zeros(layout.whole_bytes(0), dtype=torch.uint8)
     for rank, shard in enumerate(shards):
         HostChannel().copy(layout.copies(rank, 0, shard.numpy(), whole.numpy()))
     parameter = layers[0].w13_weight

@@ -14,7 +14,10 @@ from vllm_expertplex.asyncep.shards import Layer, Parameter, ShardLayout, ShardR
 from vllm_expertplex.layout import ExpertMap, Server
 
 _DTYPES = st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "uint8"])
-_SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+_SHAPES = st.one_of(
+    st.lists(st.integers(1, 5), max_size=3).map(tuple),
+    st.sampled_from([(256,), (2, 128), (8, 16, 4)]),  # whole pages, when 256 B are one
+)
 _LAYERS = st.lists(
     st.lists(st.tuples(_DTYPES, _SHAPES), min_size=1, max_size=4).map(
         lambda found: tuple(Parameter(f"p{i}", *p) for i, p in enumerate(found))
@@ -29,25 +32,37 @@ _LAYERS = st.lists(
 def test_parts_make_the_whole_layer(layers: list[Layer], experts: int, data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, experts))
     split = ExpertMap.contiguous(experts, ranks)
-    layout = ShardLayout(layers, split)
+    page = data.draw(st.sampled_from([None, 256]))
+    layout = ShardLayout(layers, split, page)
     generator = np.random.default_rng(0)
     for index, layer in enumerate(layers):
         truth = {
             p.name: generator.integers(0, 256, (experts, p.row_bytes), np.uint8)
             for p in layer.parameters
         }
-        whole = torch.full((layout.whole_bytes,), 7, dtype=torch.uint8)
+        pieces = layout.pieces[index]
+        whole = [torch.full((layout.whole_bytes(p.index),), 7, dtype=torch.uint8) for p in pieces]
         for rank in range(ranks):
             mine = split.local_experts(rank)
-            part = np.zeros(layout.part_bytes(rank, index), np.uint8)
-            views = layer.views(torch.from_numpy(part), len(mine))
-            for name, view in views.items():
+            parts = [
+                torch.zeros(layout.part_bytes(rank, p.index), dtype=torch.uint8) for p in pieces
+            ]
+            for name, view in layout.views(index, parts, len(mine)).items():
                 rows = torch.from_numpy(truth[name][mine])
                 view.view(torch.uint8).reshape(len(mine), -1).copy_(rows)
-            HostChannel().copy(layout.copies(rank, index, part, whole.numpy()))
-        for name, view in layer.views(whole, experts).items():
-            found = view.contiguous().view(torch.uint8).reshape(experts, -1)
-            assert np.array_equal(found.numpy(), truth[name])
+            for piece, part, target in zip(pieces, parts, whole, strict=True):
+                copies = layout.copies(rank, piece.index, part.numpy(), target.numpy())
+                HostChannel().copy(copies)
+                if piece.joined:  # the copy is the whole part, at the sum of the parts before it
+                    ((place, source),) = copies
+                    assert source.size == part.numel()
+                    before = sum(layout.part_bytes(r, piece.index) for r in range(rank))
+                    assert place.ctypes.data == target.data_ptr() + before
+        found = layout.views(index, whole, experts)
+        assert sorted(found) == sorted(truth)
+        for name, view in found.items():
+            rows = view.contiguous().view(torch.uint8).reshape(experts, -1)
+            assert np.array_equal(rows.numpy(), truth[name])
 
 
 def test_a_peer_cannot_write_a_shard_and_strangers_cannot_read_it(tmp_path: Path) -> None:

@@ -2,24 +2,30 @@
 right when its turn comes, from shards and from rings.
 """
 
+import ctypes
+import mmap
+import os
 import random
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_expertplex.asyncep.board import Board
 from vllm_expertplex.asyncep.config import AsyncEPConfig
-from vllm_expertplex.asyncep.memory import HostMemory
+from vllm_expertplex.asyncep.memory import Bytes, HostMemory
 from vllm_expertplex.asyncep.weights import ExpertWeights
 from vllm_expertplex.layout import ExpertMap
 
 EXPERTS = 5
 _MEMORIES = (HostMemory(), HostMemory())
+_PAGE = 4096  # bytes; what an expert's rows of w13_weight have
 
 
 class _Layer(torch.nn.Module):
@@ -40,9 +46,44 @@ class _Layer(torch.nn.Module):
 def _truth(index: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(index)
     return {
-        "w13_weight": torch.randn(EXPERTS, 6, 4, generator=generator),
+        "w13_weight": torch.randn(EXPERTS, 32, 32, generator=generator),
         "w2_weight": torch.randn(EXPERTS, 4, 3, generator=generator).bfloat16(),
     }
+
+
+class _JoinableMemory(HostMemory):
+    """Joins files of memory by mapping them a second time."""
+
+    page = _PAGE
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}  # address -> descriptor
+
+    def create(self, path: Path, size: int) -> Bytes:
+        block = super().create(path, size)
+        self._files[block.ctypes.data] = os.open(path, os.O_RDWR)
+        return block
+
+    def buffer(self, size: int) -> Bytes:
+        file = os.memfd_create("buffer")
+        os.ftruncate(file, max(size, 1))
+        block: Bytes = np.frombuffer(mmap.mmap(file, 0), np.uint8)[:size]
+        self._files[block.ctypes.data] = file
+        return block
+
+    def join(self, blocks: Sequence[Bytes]) -> Bytes:
+        sizes = [block.size for block in blocks]
+        assert not any(size % _PAGE for size in sizes)
+        joined: Bytes = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
+        remap = ctypes.CDLL(None, use_errno=True).mmap
+        remap.restype, remap.argtypes = ctypes.c_size_t, [ctypes.c_size_t] * 6
+        address = joined.ctypes.data
+        for block in blocks:
+            access, fixed = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | 0x10
+            file = self._files[block.ctypes.data]
+            assert remap(address, block.size, access, fixed, file, 0) == address
+            address += block.size
+        return joined
 
 
 def _walk(weights: ExpertWeights, layers: list[Any], passes: int, pace: random.Random) -> None:
@@ -56,12 +97,13 @@ def _walk(weights: ExpertWeights, layers: list[Any], passes: int, pace: random.R
             weights._end(index)
 
 
+@pytest.mark.parametrize("joinable", [False, True], ids=["copied", "joined"])
 @pytest.mark.parametrize(
     ("engines", "layers", "offload"),
     [(1, 4, 0), (2, 1, 0), (2, 2, 0), (2, 3, 0), (3, 6, 0), (2, 6, 2), (3, 5, 9), (1, 6, 1)],
 )
 def test_every_layer_is_whole_in_its_turn(
-    tmp_path: Path, engines: int, layers: int, offload: int
+    tmp_path: Path, engines: int, layers: int, offload: int, joinable: bool
 ) -> None:
     config = AsyncEPConfig(gpus=engines, offload_layers=offload, startup_timeout_s=10.0)
     split = ExpertMap.contiguous(EXPERTS, engines)
@@ -72,7 +114,8 @@ def test_every_layer_is_whole_in_its_turn(
     def engine(rank: int) -> None:
         try:
             made = [_Layer(i, split.local_experts(rank)) for i in range(layers)]
-            weights = ExpertWeights(tmp_path, config.servers[rank], config, made, split, *_MEMORIES)
+            memories = (_JoinableMemory() if joinable else HostMemory(), HostMemory())
+            weights = ExpertWeights(tmp_path, config.servers[rank], config, made, split, *memories)
             weights.connect(made)
             _walk(weights, made, passes, random.Random(rank))
             if weights.gather is not None:
@@ -86,11 +129,13 @@ def test_every_layer_is_whole_in_its_turn(
     for thread in threads:
         thread.join(60)
     assert not failures
-    for board in boards:
+    for rank, board in enumerate(boards):
         counters = board.read()
         assert counters.layers == passes * layers
-        whole = sum(t.nbytes for t in _truth(0).values())
-        assert counters.gathered_bytes == counters.gathers * whole
+        copied = sum(t.nbytes for t in _truth(0).values())
+        if joinable and not offload:  # its own part of this one is there
+            copied -= split.server.count(rank) * _PAGE
+        assert counters.gathered_bytes == counters.gathers * copied
         if engines == 1:  # nothing is brought from the host twice
             assert counters.far_bytes == 0
 

@@ -6,6 +6,7 @@ Two kernels that round differently choose different tokens wherever two are near
 texts part. So each server's own tokens are judged: how far are the log-probabilities it reports
 from those of the same model in fp32? Plain vLLM's error is the noise floor, and so is how far it is
 from itself when the same prompts are batched differently. All servers start side by side.
+MODEL+tbo is MODEL with every prefill step of ours cut into two microbatches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +29,11 @@ from e2e.models import baseline, checkpoint
 from e2e.server import Server, serve, start
 from parity_report import report
 
-MODELS = ("minimax-m2", "minimax-m2-fp8", "qwen3-moe", "deepseek-v3", "glm-moe-dsa")
+TBO = "+tbo"
+MODELS = (
+    *("minimax-m2", "minimax-m2-fp8", "qwen3-moe", "deepseek-v3", "glm-moe-dsa"),
+    *(f"minimax-m2{TBO}", f"deepseek-v3{TBO}"),
+)
 PROMPTS = (
     "Hello there, how",
     "def fibonacci(n):",
@@ -47,7 +53,7 @@ GRAPHS = (
     '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}',
 )
 # Small enough for all of them on one GPU. Ours is divided between the servers of a GPU.
-OURS = ("--gpu-memory-utilization", "0.09")
+OURS = ("--gpu-memory-utilization", "0.12")
 PLAIN = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1000000000")
 
 
@@ -69,15 +75,18 @@ class Answers(NamedTuple):
 
 
 class Parity(NamedTuple):
-    """Distances in nats, medians over tokens. `apart`: ours from plain's, and plain's from itself
-    in other batches, for as long as texts are the same. `stable`: prompts that plain vLLM answers
-    alike in every batch, of PROMPTS; `same`: those of them that we answer alike, too.
+    """Distances in nats, medians over tokens, of all prompts and of the one where it is largest.
+    `apart`: ours from plain's, and plain's from itself in other batches, for as long as texts are
+    the same. `stable`: prompts that plain vLLM answers alike in every batch, of PROMPTS; `same`:
+    those of them that we answer alike, too.
     """
 
     model: str
     tokens: int
     plain: float
     ours: float
+    plain_worst: float
+    ours_worst: float
     apart: float
     floor: float
     stable: int
@@ -86,9 +95,10 @@ class Parity(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.model}: from fp32, plain {self.plain:.4f}, ours {self.ours:.4f} nats; apart "
-            f"{self.apart:.4f}, plain from itself {self.floor:.4f}; of {self.stable} prompts that "
-            f"plain answers alike in every batch, ours are the same for {self.same}; started in "
+            f"{self.model}: from fp32, plain {self.plain:.4f}, ours {self.ours:.4f} nats (worst "
+            f"prompt {self.plain_worst:.4f} and {self.ours_worst:.4f}); apart {self.apart:.4f}, "
+            f"plain from itself {self.floor:.4f}; of {self.stable} prompts that plain answers "
+            f"alike in every batch, ours are the same for {self.same}; started in "
             f"{self.start_s:.0f} s"
         )
 
@@ -107,16 +117,16 @@ def ask_all(server: Server, prompts: Sequence[list[int]]) -> Answers:
         return Answers(alone, list(pool.map(lambda p: ask(server, p), prompts)))
 
 
-def errors(answers: Sequence[Answer], reference: torch.nn.Module) -> list[float]:
+def errors(answer: Answer, reference: torch.nn.Module) -> list[float]:
     """Distances of the reported log-probabilities from the reference's, in nats."""
-    differences = []
-    for prompt, tokens, logprobs in answers:
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + tokens])).logits[0]
-        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        for row, token, logprob in zip(expected, tokens, logprobs, strict=True):
-            differences.append(abs(float(row[token]) - logprob))
-    return differences
+    prompt, tokens, logprobs = answer
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + tokens])).logits[0]
+    expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return [
+        abs(float(row[token]) - logprob)
+        for row, token, logprob in zip(expected, tokens, logprobs, strict=True)
+    ]
 
 
 def apart(one: Sequence[Answer], other: Sequence[Answer]) -> float:
@@ -130,32 +140,46 @@ def apart(one: Sequence[Answer], other: Sequence[Answer]) -> float:
     return statistics.median(differences) if differences else float("nan")
 
 
+def check_cut(log: Path, steps: int) -> None:
+    """Raises where fewer than `steps` steps ran as two microbatches, by vLLM's own word."""
+    found = log.read_text(errors="replace").count("should_ubatch: True")
+    if found < steps:
+        raise AssertionError(f"{found} steps ran as two microbatches, expected {steps}; see {log}")
+
+
 def measure(model: str, logs: Path) -> Parity:
     """Serve the model plainly and with one server of each kind, and compare their answers."""
-    path = checkpoint(model)
+    name, cut = model.removesuffix(TBO), model.endswith(TBO)
+    path, our_log = checkpoint(name), logs / f"{model}-ours.log"
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = [tokenizer(p).input_ids for p in PROMPTS]
+    config = logs / f"{model}.toml"
+    config.write_text("tbo_tokens = 2\n" if cut else "")
     with (
         start(path, logs / f"{model}-plain.log", options=(*GRAPHS, *PLAIN)) as server,
         serve(
             path,
-            logs / f"{model}-ours.log",
+            our_log,
             layout="1P1D1E",
-            options=(*GRAPHS, *OURS),
+            options=(*GRAPHS, *OURS, "--expertplex-config", str(config)),
+            environment={"VLLM_LOGGING_LEVEL": "DEBUG"} if cut else {},  # tells what is cut
             start_deadline_s=START_DEADLINE_S,
         ) as our_server,
     ):
         server.wait_healthy(START_DEADLINE_S)
         plain, ours = ask_all(server, prompts), ask_all(our_server, prompts)
         start_s = our_server.start_s
-    reference = AutoModelForCausalLM.from_pretrained(baseline(model), dtype=torch.float32).eval()
-    exact = [errors(answers.all, reference) for answers in (plain, ours)]
+    if cut:
+        check_cut(our_log, len(prompts))
+    reference = AutoModelForCausalLM.from_pretrained(baseline(name), dtype=torch.float32).eval()
+    exact = [[errors(answer, reference) for answer in x.all] for x in (plain, ours)]
     triples = list(zip(plain.alone, plain.together, ours.alone, strict=True))
     stable = [(p, o) for p, again, o in triples if p.tokens == again.tokens]
     return Parity(
         model,
-        len(exact[1]),
-        *(statistics.median(differences) for differences in exact),
+        sum(map(len, exact[1])),
+        *(statistics.median(chain.from_iterable(x)) for x in exact),
+        *(max(map(statistics.median, x)) for x in exact),
         apart(plain.all, ours.all),
         apart(plain.alone, plain.together),
         len(stable),

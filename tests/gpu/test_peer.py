@@ -23,7 +23,7 @@ from harness import EchoServers
 
 pytestmark = pytest.mark.gpu
 
-EXPERTS, HIDDEN, TOPK, TOKENS, LAYERS = 16, 768, 4, 512, 62
+EXPERTS, HIDDEN, TOPK, TOKENS, LAYERS = 16, 1664, 4, 3000, 62
 ME = Server("prefill", 0)
 
 
@@ -99,7 +99,7 @@ def operands(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_every_byte_arrives_and_comes_back(pair: Pair) -> None:
-    for n, tokens in enumerate([1, 7, 64, 300, TOKENS, 2, 64]):
+    for n, tokens in enumerate([1, 7, 64, 300, TOKENS, TOKENS, 2, 64]):
         x, w, ids = operands(tokens)
         phase = n % 2
         out = pair.run(x, w, ids, n, phase)

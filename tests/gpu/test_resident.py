@@ -131,6 +131,49 @@ def test_servers_in_step_run_as_one(small: PersistentKernel, clients: Clients) -
     print(f"\n{did}")
 
 
+@pytest.mark.parametrize("fifo", [True, False])
+def test_decode_waits_its_turn_with_fifo_only(small: PersistentKernel, fifo: bool) -> None:
+    layers = [operands.random_layer(small.shape)]
+    op = OperationTemplate(small.shape, 20_000, True, small.device)
+    operands.fill_tokens(op, 20_000, random_ids(20_000, 4, 8))
+    before = [Source(small.shape, 20_000, i) for i in range(3)]
+    decode = Source(small.shape, 64, 3)
+    for source in (*before, decode):
+        source.put(pack(op, source.layout))
+    served = [s.served for s in (*before, decode)]
+    run = ResidentRun(small, served, layers, fifo=fifo, max_ms=MAX_MS)
+    with resident(run):
+        for source in before:  # most of a millisecond of work
+            source.send(structs.PREFILL, 0, 20_000)
+        decode.send(structs.DECODE, 0, 64)
+        decode.wait()
+        waited = all(int(s.done.cpu()) == s.seq for s in before)
+        for source in before:
+            source.wait()
+    assert waited == fifo
+    wanted = before[0].result(20_000)
+    for source in before[1:]:
+        assert torch.equal(source.result(20_000), wanted)
+
+
+@pytest.mark.parametrize("fifo", [True, False])
+def test_neither_fifo_nor_separate_operations_change_a_result(
+    small: PersistentKernel, clients: Clients, fifo: bool
+) -> None:
+    layers = [operands.random_layer(small.shape) for _ in range(2)]
+    expected = expect(small, layers, 300, 2)
+    sources = [Source(small.shape, 300, i) for i in range(5)]
+    most, counts = [(64, 0), (64, 0), (1, 0), (0, 300), (96, 300)], [400] * 5
+    clients.prepare(sources, most, expected, counts)
+    served = [s.served for s in sources]
+    run = ResidentRun(small, served, layers, fifo=fifo, coalescing=False, max_ms=MAX_MS)
+    with resident(run):
+        assert clients.run() == [(n, 0, 0) for n in counts]
+    did = run.tallies()
+    assert did.operations_decode + did.operations_prefill == sum(counts)
+    assert did.coalesced == 0
+
+
 def test_long_tiles_that_decode_interrupts_all_the_time(clients: Clients) -> None:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     kernel = PersistentKernel(KernelShape(2048, 2048, 8, 4), clusters=sms // 2 - 1)

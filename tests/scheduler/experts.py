@@ -1,6 +1,7 @@
 """Random experts and operations, and their results in float64."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,13 +58,14 @@ def dequantised(layer: ExpertWeights) -> ExpertWeights:
 class Pending:
     """A submitted operation that can be waited for."""
 
-    def __init__(self, op: Operation) -> None:
-        self._event = threading.Event()
+    def __init__(self, op: Operation, told: Callable[[], None] = lambda: None) -> None:
+        self._event, self._told = threading.Event(), told
         self.completions = 0
         self.op = replace(op, out=torch.full_like(op.out, float("nan")), complete=self._complete)
 
     def _complete(self) -> None:
         self.completions += 1
+        self._told()
         self._event.set()
 
     def result(self) -> torch.Tensor:

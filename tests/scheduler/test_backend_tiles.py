@@ -129,6 +129,7 @@ def test_results_do_not_depend_on_what_runs_beside_them(data):
         workers=data.draw(st.integers(1, 3), label="workers"),
         quantum=data.draw(st.integers(1, 3), label="quantum"),
         hold_us=data.draw(st.sampled_from([0, 50]), label="hold"),
+        coalescing=data.draw(st.booleans(), label="coalescing"),
         window_us=data.draw(st.sampled_from([0, 300]), label="window"),
     )
     together = TilesBackend([clone(layer) for layer in layers], options)
@@ -146,17 +147,59 @@ def test_results_do_not_depend_on_what_runs_beside_them(data):
         alone.close()
 
 
-def test_decode_servers_in_step_read_weights_once(backend):
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_fifo_serves_in_order_of_arrival_and_loses_nothing(data):
+    """No decode operation overtakes a prefill operation, or another, however they arrive."""
+    layers = [make_layer(SHAPE, torch.bfloat16, seed) for seed in range(2)]
+    order: list[int] = []
+    line = [
+        Pending(
+            make_operation(
+                SHAPE,
+                data.draw(st.integers(0, 80), label="tokens"),
+                torch.bfloat16,
+                phase=data.draw(st.sampled_from([PHASE_DECODE, PHASE_PREFILL]), label="phase"),
+                source=n,
+                layer=data.draw(st.integers(0, 1), label="layer"),
+                absent=0.0,
+                seed=n,
+            ),
+            lambda n=n: order.append(n),
+        )
+        for n in range(data.draw(st.integers(2, 12), label="operations"))
+    ]
+    workers = data.draw(st.integers(1, 3), label="workers")
+    together = data.draw(st.integers(1, 12), label="that become ready together")
+    fifo = TilesBackend([clone(x) for x in layers], TileOptions(workers=workers, fifo=True))
+    alone = TilesBackend([clone(x) for x in layers], TileOptions(workers=1))
+    try:
+        for first in range(0, len(line), together):
+            fifo.submit([p.op for p in line[first : first + together]])
+        for pending in line:
+            single = Pending(pending.op)
+            alone.submit([single.op])
+            assert same(pending.result(), single.result())
+        assert order == list(range(len(line)))
+        assert fifo.stats()["coalesced"] == 0
+    finally:
+        fifo.close()
+        alone.close()
+
+
+@pytest.mark.parametrize("coalescing", [True, False])
+def test_decode_servers_in_step_read_weights_once_if_coalesced(backend, coalescing):
     shape = Shape(experts=4, hidden=64, intermediate=64, topk=4)  # every token on every expert
     layer = make_layer(shape, torch.bfloat16)
-    tiles = backend([layer], workers=2)
+    tiles = backend([layer], workers=2, coalescing=coalescing)
     pair = [Pending(make_operation(shape, 4, torch.bfloat16, source=s, absent=0.0)) for s in (0, 1)]
     tiles.submit([p.op for p in pair])
     for pending in pair:
         assert error(pending.result(), reference(layer, pending.op)) < TOLERANCE[torch.bfloat16]
     stats = tiles.stats()
-    assert stats["coalesced"] == 1
-    assert sum(w["weight_bytes"][PHASE_DECODE] for w in stats["workers"]) == layer.bytes
+    assert stats["coalesced"] == int(coalescing)
+    read = sum(w["weight_bytes"][PHASE_DECODE] for w in stats["workers"])
+    assert read == layer.bytes * (1 if coalescing else 2)
 
 
 def test_counts_what_was_done(backend):

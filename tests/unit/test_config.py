@@ -50,6 +50,7 @@ def test_a_file_sets_options_and_the_command_line_wins(
         ('{"moe_threads": -1}', r">= 0.*moe_threads"),
         ('{"moe_threads": 1.5}', r"moe_threads"),
         ('{"moe_backend": "gpu"}', r"Invalid enum value 'gpu'.*moe_backend"),
+        ('{"moe_scheduling": "lifo"}', r"Invalid enum value 'lifo'.*moe_scheduling"),
         ('{"spin_us": -2}', r">= -1.*spin_us"),
         ('{"kv_lease_s": 0.5}', r">= 1.*kv_lease_s"),
     ],

@@ -48,7 +48,7 @@ class AsyncEPClient(EnginesClient):
             self.index,
             deployment.threshold.flops if config.frontend else 0.0,
             config.max_wait_ms / 1e3,
-            deployment.step_flops,
+            deployment.step_tokens,
         )
         self._listeners = [
             KVEventListener(index, endpoint(deployment.run_dir, server), self.index)

@@ -1,10 +1,11 @@
-"""GPU memory that peers open through CUDA IPC, copied by the GPU's copy engines.
+"""GPU memory that peers map too, copied by the GPU's copy engines.
 
 Owns: those blocks, the streams copies run on, the events that order them with the computation, and
 host memory that GPUs read directly. Must not know: layers, experts.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,27 @@ import torch
 from cuda.bindings import driver as cu
 
 from vllm_expertplex.asyncep.memory import Bytes, HostMemory, Pair
+from vllm_expertplex.asyncep.pages import (
+    Pages,
+    PageServer,
+    allocate,
+    mapped,
+    page_size,
+    received,
+)
 from vllm_expertplex.cuda.driver import check
-from vllm_expertplex.cuda.memory import DeviceMemory
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Bytes by their address, which means the same to the host and to every GPU it has opened."""
+    """Bytes by their address, which means the same to the host and to every GPU it has opened.
+
+    `pages` is what a whole block is made of; a part of a block has none.
+    """
 
     address: int
     size: int
+    pages: tuple[Pages, ...] = ()
 
     def __getitem__(self, part: slice) -> "Span":
         start, stop, _ = part.indices(self.size)
@@ -108,10 +120,10 @@ def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-class _Handle(msgspec.Struct, frozen=True):
-    """What a peer needs to open a block."""
+class _Offer(msgspec.Struct, frozen=True):
+    """Where a peer gets a block's pages: the name of a socket beside this file."""
 
-    handle: bytes
+    socket: str
     size: int
 
 
@@ -120,23 +132,34 @@ class CudaMemory:
 
     def __init__(self) -> None:
         torch.cuda.current_stream().synchronize()  # makes the context
+        self.page = page_size()
+        self._server: PageServer | None = None
 
     def create(self, path: Path, size: int) -> Span:
         """Writes the file when whole; what is in the block is for the caller to synchronise."""
-        memory = self._allocate(size)
-        path.write_bytes(msgspec.msgpack.encode(_Handle(memory.export(), size)))
-        return Span(memory.address, size)
+        if self._server is None:
+            self._server = PageServer(path.with_name(f"pages-{os.getpid()}.sock"))
+        block = self.buffer(size)
+        self._server.offer(path.name, *block.pages)
+        offer = _Offer(self._server.path.name, size)
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.msgpack.encode(offer))
+        partial.rename(path)
+        return block
 
     def open(self, path: Path) -> Span:
-        found = msgspec.msgpack.decode(path.read_bytes(), type=_Handle)
-        return Span(DeviceMemory.open(found.handle, found.size).address, found.size)
+        offer = msgspec.msgpack.decode(path.read_bytes(), type=_Offer)
+        pages = received(path.with_name(offer.socket), path.name)
+        return Span(mapped([pages]), offer.size, (pages,))
 
     def buffer(self, size: int) -> Span:
-        return Span(self._allocate(size).address, size)
-
-    def _allocate(self, size: int) -> DeviceMemory:
         torch.cuda.empty_cache()  # what torch holds back, parameters moved just now for example
-        return DeviceMemory.allocate(max(size, 1))
+        pages = allocate(size)
+        return Span(mapped([pages]), size, (pages,))
+
+    def join(self, blocks: Sequence[Span]) -> Span:
+        pages = [p for block in blocks for p in block.pages]
+        return Span(mapped(pages), sum(block.size for block in blocks), tuple(pages))
 
     def tensor(self, block: Span) -> torch.Tensor:
         return torch.as_tensor(block, device="cuda")

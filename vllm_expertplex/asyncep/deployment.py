@@ -148,9 +148,9 @@ class AsyncEPDeployment:
             )
 
     @property
-    def step_flops(self) -> float:
-        """FLOPs per layer of the most unrelated tokens that an engine computes at once."""
-        return self.flops.per_token * self.configs[0].scheduler_config.max_num_batched_tokens
+    def step_tokens(self) -> int:
+        """The most tokens that an engine computes at once."""
+        return int(self.configs[0].scheduler_config.max_num_batched_tokens)
 
     @property
     def block_size(self) -> int:

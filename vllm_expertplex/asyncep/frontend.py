@@ -6,7 +6,7 @@ Must not know: sockets, event loops, clocks; time is an argument, and methods re
 F1: a request goes to the engine that holds most of its prefix. F2: load is the FLOPs a request
 adds there. F3: requests are held back until together they reach T, the FLOPs per layer that take
 as long as gathering a layer's experts; then they go to the engine as one batch, with whatever else
-fits the same step. What the paper leaves open:
+fits the tokens of the same step. What the paper leaves open:
 - *low load*: a request is not held back when no more than T would come within `max_wait_s`, going
   by the last second's arrivals, and never longer than `max_wait_s` while its engine is idle;
 - *a busy engine* gets its next batch once that batch is full, so that it never runs dry, and
@@ -26,7 +26,9 @@ from vllm_expertplex.asyncep.flops import Flops
 from vllm_expertplex.client.prefixes import Key, PrefixIndex
 
 _RATE_WINDOW_S = 1.0
-_BATCHES_AHEAD = 2  # one running, one ready behind it
+# One running, one planned behind it, and one for the engine to plan when the first ends: it plans
+# before an answer to that can bring it anything new.
+_BATCHES_AHEAD = 3
 _PILE = 2.0  # thresholds of backlog beyond which a prefix does not attract
 
 
@@ -47,6 +49,7 @@ class _Request(msgspec.Struct):
     keys: list[Key]
     engine: int = -1
     flops: float = 0.0
+    new: int = 0  # tokens to compute
     since: float = 0.0
     batch: int = -1  # -1: held back
 
@@ -83,7 +86,7 @@ class Frontend:
     first output came) or `drop` (aborted).
 
     `threshold` is T in FLOPs per layer; 0 holds nothing back. A batch of T or more takes what is
-    held back up to `step`, the FLOPs of the most tokens an engine computes at once.
+    held back up to `step`, the most tokens an engine computes at once.
     """
 
     def __init__(
@@ -93,10 +96,10 @@ class Frontend:
         index: PrefixIndex,
         threshold: float,
         max_wait_s: float,
-        step: float = 0.0,
+        step: int = 0,
     ) -> None:
         self.threshold = threshold
-        self._most = max(threshold, step)
+        self._step = step
         self.max_wait_s = max_wait_s
         self._flops = flops
         self._index = index
@@ -139,7 +142,7 @@ class Frontend:
         state = self._engines[engine]
         for request in members:
             request.engine, request.since = engine, now
-            request.flops = self._cost(engine, request)
+            request.new, request.flops = self._cost(engine, request)
             self._index.promise(engine, request.keys)
             state.held_flops += request.flops
             state.arrivals.append((now, request.flops))
@@ -158,15 +161,17 @@ class Frontend:
         best = max(backlog, key=rank)
         if backlog[best] <= _PILE * self.threshold:
             return best
-        return min(backlog, key=lambda engine: backlog[engine] + self._cost(engine, request))
+        return min(backlog, key=lambda engine: backlog[engine] + self._cost(engine, request)[1])
 
-    def _cost(self, engine: int, request: _Request) -> float:
+    def _cost(self, engine: int, request: _Request) -> tuple[int, float]:
+        """Tokens to compute, and FLOPs per layer."""
         # The last token is always computed, because its logits are the answer, and with it what
         # else is in its block.
         size = self._index.block_size
         most = max(0, request.tokens - 1) // size * size
         cached = min(self._index.cached(engine, request.keys), most)
-        return self._flops.new(request.tokens - cached, cached)
+        new = request.tokens - cached
+        return new, self._flops.new(new, cached)
 
     # -- out -----------------------------------------------------------------------------------
 
@@ -200,21 +205,22 @@ class Frontend:
     def _make_batch(self, engine: int, state: _Engine) -> Batch:
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         ids: list[str] = []
-        flops = 0.0
-        while state.held and self._fits(state.held[0], flops):
+        flops, tokens = 0.0, 0
+        while state.held and self._fits(state.held[0], flops, tokens):
             for request in state.held.popleft():
                 ids.append(request.id)
                 flops += request.flops
+                tokens += request.new
                 request.batch = batch
         state.held_flops = sum(r.flops for group in state.held for r in group)
         state.sent_flops += flops
         state.batches[batch] = len(ids)
         return Batch(engine, ids)
 
-    def _fits(self, group: list[_Request], flops: float) -> bool:
-        """Whether a batch that has `flops` takes `group` too."""
-        whole = flops + sum(request.flops for request in group)
-        return not self.threshold or flops < self.threshold or whole <= self._most
+    def _fits(self, group: list[_Request], flops: float, tokens: int) -> bool:
+        """Whether a batch of so many FLOPs and tokens takes `group` too."""
+        whole = tokens + sum(request.new for request in group)
+        return not self.threshold or flops < self.threshold or whole <= self._step
 
     def wake_at(self, now: float) -> float | None:
         """When to call `release` again if nothing happens before; None if never."""

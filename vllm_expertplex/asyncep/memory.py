@@ -69,6 +69,15 @@ class Memory(Protocol):
     def buffer(self, size: int) -> Any:
         """A new block that nobody else sees."""
 
+    @property
+    def page(self) -> int | None:
+        """Blocks of multiples of this many bytes can be joined; None: no blocks can."""
+
+    def join(self, blocks: Sequence[Any]) -> Any:
+        """Blocks that `create` or `buffer` gave, one after the other as one block. A block can be
+        in several: it is the same memory in all of them.
+        """
+
     def tensor(self, block: Any) -> torch.Tensor:
         """The block, one this process has made, as a uint8 tensor."""
 
@@ -134,6 +143,8 @@ class HostChannel:
 class HostMemory:
     """Shared memory of this machine, in files."""
 
+    page: int | None = None
+
     def create(self, path: Path, size: int) -> Bytes:
         return HostFile(path, size).data[:size]
 
@@ -142,6 +153,9 @@ class HostMemory:
 
     def buffer(self, size: int) -> Bytes:
         return np.empty(size, np.uint8)
+
+    def join(self, blocks: Sequence[Bytes]) -> Bytes:
+        raise NotImplementedError("host memory has no pages to join")
 
     def tensor(self, block: Bytes) -> torch.Tensor:
         return torch.from_numpy(block)

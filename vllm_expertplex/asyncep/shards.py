@@ -3,9 +3,13 @@
 Owns: the layout of shards and buffers, the record by which peers find shards.
 Must not know: vLLM, threads, kinds of memory.
 
-A shard is one block per layer, which holds, parameter after parameter, the rows of one engine's
-experts. A whole layer holds each parameter's rows of all experts in order of index, so an engine's
-part of a parameter is one run of bytes in both.
+A layer is one or more *pieces*, each some of its parameters. A shard is one block per piece, which
+holds, parameter after parameter, the rows of one engine's experts. A whole piece holds each
+parameter's rows of all experts in order of index, so an engine's part of a parameter is one run of
+bytes in both.
+
+Where memory can be mapped twice, a parameter whose parts are whole pages is a piece of its own:
+the whole piece is then the engine's own part, where it lies, between room for the others'.
 """
 
 import time
@@ -78,9 +82,9 @@ class ShardRecord(msgspec.Struct, frozen=True):
         return run_dir / f"shard-{server.name}.json"
 
     @staticmethod
-    def part(run_dir: Path, server: Server, layer: int) -> Path:
-        """Where the block of a layer is found."""
-        return run_dir / f"shard-{server.name}-{layer}"
+    def part(run_dir: Path, server: Server, piece: int) -> Path:
+        """Where the block of a piece is found."""
+        return run_dir / f"shard-{server.name}-{piece}"
 
     def write(self, run_dir: Path, server: Server) -> None:
         """Whole or not at all, so that a peer never sees half a record."""
@@ -109,32 +113,71 @@ def await_file(file: Path, server: Server, timeout_s: float) -> None:
         time.sleep(0.02)
 
 
+class Piece(msgspec.Struct, frozen=True):
+    """The `index`-th block of every shard. `joined`: its parts are whole pages."""
+
+    index: int
+    spec: Layer
+    joined: bool
+
+
 class ShardLayout:
-    """Where rank r's part of each layer lies in its shard and in a whole layer."""
+    """Where rank r's parts of each layer lie in its shard and in whole layers."""
 
-    def __init__(self, layers: Sequence[Layer], experts: ExpertMap) -> None:
-        self.layers = list(layers)
+    def __init__(
+        self, layers: Sequence[Layer], experts: ExpertMap, page: int | None = None
+    ) -> None:
+        """`page`: bytes, a multiple of 256; None where memory cannot be mapped twice."""
         self.experts = len(experts.server)
-        ranks = max(experts.server) + 1
-        self._counts = [experts.server.count(rank) for rank in range(ranks)]
-        self._first = [sum(self._counts[:rank]) for rank in range(ranks)]
+        self.ranks = max(experts.server) + 1
+        self._counts = [experts.server.count(rank) for rank in range(self.ranks)]
+        self._first = [sum(self._counts[:rank]) for rank in range(self.ranks)]
+        if len({layer.parameters for layer in layers}) > 1:
+            page = None  # what others send shares room between layers of one shape
+        self.pieces: list[list[Piece]] = []
+        """Of each layer."""
+        index = 0
+        for layer in layers:
+            specs = self._split(layer, page)
+            self.pieces.append([Piece(index + i, *found) for i, found in enumerate(specs)])
+            index += len(specs)
+        self._specs = [piece.spec for pieces in self.pieces for piece in pieces]
 
-    def part_bytes(self, rank: int, layer: int) -> int:
-        """Bytes of rank's part of a layer."""
-        return self.layers[layer].offsets(self._counts[rank])[-1]
+    def _split(self, layer: Layer, page: int | None) -> list[tuple[Layer, bool]]:
+        def whole_pages(parameter: Parameter) -> bool:
+            return page is not None and all(
+                n * parameter.row_bytes % page == 0 for n in self._counts
+            )
+
+        apart = [p for p in layer.parameters if whole_pages(p)]
+        rest = tuple(p for p in layer.parameters if p not in apart)
+        found = [(Layer(layer.name, (p,)), True) for p in apart]
+        return [*found, (Layer(layer.name, rest), False)] if rest or not found else found
+
+    def part_bytes(self, rank: int, piece: int) -> int:
+        """Bytes of rank's part of a piece."""
+        return self._specs[piece].offsets(self._counts[rank])[-1]
 
     def shard_bytes(self, rank: int) -> int:
         """Bytes of rank's parts of all layers."""
-        return sum(self.part_bytes(rank, layer) for layer in range(len(self.layers)))
+        return sum(self.part_bytes(rank, piece) for piece in range(len(self._specs)))
 
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of a buffer that holds any one layer whole."""
-        return max((layer.offsets(self.experts)[-1] for layer in self.layers), default=0)
+    def whole_bytes(self, piece: int) -> int:
+        """Bytes of a piece with all experts."""
+        return self._specs[piece].offsets(self.experts)[-1]
 
-    def copies(self, rank: int, layer: int, part: Block, whole: Block) -> list[Pair]:
-        """What to copy to put `part`, rank's part of `layer`, into the buffer `whole`."""
-        spec, count = self.layers[layer], self._counts[rank]
+    def views(
+        self, layer: int, blocks: Sequence[torch.Tensor], experts: int
+    ) -> dict[str, torch.Tensor]:
+        """Name -> tensor [experts, *shape] of a layer whose pieces are `blocks`, uint8 tensors."""
+        found: dict[str, torch.Tensor] = {}
+        for piece, block in zip(self.pieces[layer], blocks, strict=True):
+            found |= piece.spec.views(block, experts)
+        return found
+
+    def copies(self, rank: int, piece: int, part: Block, whole: Block) -> list[Pair]:
+        """What to copy to put `part`, rank's part of a piece, into `whole`, all of it."""
+        spec, count = self._specs[piece], self._counts[rank]
         found = []
         for parameter, source, target in zip(
             spec.parameters, spec.offsets(count)[:-1], spec.offsets(self.experts)[:-1], strict=True

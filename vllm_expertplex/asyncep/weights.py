@@ -18,6 +18,7 @@ from vllm_expertplex.asyncep.experts import describe, order_layers, put_in, take
 from vllm_expertplex.asyncep.gather import Gather, ThreadGather
 from vllm_expertplex.asyncep.memory import Block, Mark, Memory, Pair
 from vllm_expertplex.asyncep.order import GatherOrder
+from vllm_expertplex.asyncep.places import Room
 from vllm_expertplex.asyncep.ring import Prefetcher, Ring
 from vllm_expertplex.asyncep.shards import ShardLayout, ShardRecord, await_file
 from vllm_expertplex.asyncep.stream_gather import StreamGather
@@ -46,8 +47,12 @@ class ExpertWeights:
         self._board = Board(run_dir, me)
         local = experts.local_experts(me.rank)
         self.layers = [describe(layer, len(local)) for layer in layers]
-        self._layout = ShardLayout(self.layers, experts)
-        self._parts: list[list[Any]] = []  # of each rank, its part of each layer
+        # Parts that are copied from the host cannot stay where they are.
+        page = None if config.offload_layers or self._keeps_all else near.page
+        self._layout = ShardLayout(self.layers, experts, page)
+        self._rooms: list[Room] = []  # the first layer's, and those that take turns
+        self._places: list[list[Any]] = []  # of each layer, its pieces
+        self._parts: list[list[Any]] = []  # of each rank, its part of each piece
         self._mine = self._store(layers, local)
         self._rings: list[Ring] = []  # with offloading: near parts of the layers to come
         self._prefetcher: Prefetcher | None = None
@@ -63,13 +68,10 @@ class ExpertWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """What is held near the computation: shard or ring, first layer and buffers."""
+        """What is held near the computation: shard or ring, and rooms."""
         shard = self._layout.shard_bytes(self._me.rank)
-        if self._keeps_all:
-            return shard
-        buffers = min(GatherOrder.BUFFERS, len(self.layers) - 1)
         near = self._config.offload_layers * self._slot_bytes(self._me.rank) or shard
-        return near + (1 + buffers) * self._layout.whole_bytes
+        return near + sum(room.size for room in self._rooms)
 
     @property
     def _keeps_all(self) -> bool:
@@ -77,17 +79,23 @@ class ExpertWeights:
         return self._config.gpus == 1 and not self._config.offload_layers
 
     def _slot_bytes(self, rank: int) -> int:
-        """The largest part of a layer that a rank holds."""
+        """The largest part of a layer that a rank holds. Offloaded layers are one piece."""
         return max(self._layout.part_bytes(rank, layer) for layer in range(len(self.layers)))
 
     def _store(self, layers: list[Any], local: list[int]) -> list[Any]:
         """Move layer after layer: two copies of all would be too much."""
-        shard = []
+        shard: list[Any] = []
         for index, (layer, spec) in enumerate(zip(layers, self.layers, strict=True)):
-            path = ShardRecord.part(self._run_dir, self._me, index)
-            part = self._home.create(path, self._layout.part_bytes(self._me.rank, index))
-            take_out(layer, spec, spec.views(self._home.tensor(part), len(local)))
-            shard.append(part)
+            parts = [
+                self._home.create(
+                    ShardRecord.part(self._run_dir, self._me, piece.index),
+                    self._layout.part_bytes(self._me.rank, piece.index),
+                )
+                for piece in self._layout.pieces[index]
+            ]
+            tensors = [self._home.tensor(part) for part in parts]
+            take_out(layer, spec, self._layout.views(index, tensors, len(local)))
+            shard += parts
         if (computation := self._near.computation()) is not None:
             computation.finish()
         ShardRecord(tuple(self.layers), tuple(local)).write(self._run_dir, self._me)
@@ -102,16 +110,18 @@ class ExpertWeights:
             self._parts.append(self._mine if peer == self._me else self._open(peer))
         order_layers(self._begin, self._end)
         if self._keeps_all:
-            self._keep_all(layers)
+            for index, layer in enumerate(layers):
+                parts = [self._mine[piece.index] for piece in self._layout.pieces[index]]
+                self._compute_from(layer, index, parts)
             return
-        whole = min(1 + GatherOrder.BUFFERS, len(layers))
-        self._whole = [self._near.buffer(self._layout.whole_bytes) for _ in range(whole)]
+        rooms = min(1 + GatherOrder.BUFFERS, len(layers))
+        self._rooms = [Room(self._near, self._layout, self._me.rank) for _ in range(rooms)]
         order = GatherOrder(max(1, len(layers) - 1))
-        for index, (layer, spec) in enumerate(zip(layers, self.layers, strict=True)):
-            buffer = self._whole[0 if index == 0 else 1 + order.buffer(index - 1)]
-            tensor = self._near.tensor(buffer)
-            put_in(layer, spec.views(tensor, layer.global_num_experts))
-        self._pull(0, self._whole[0])
+        for index, layer in enumerate(layers):
+            room = self._rooms[0 if index == 0 else 1 + order.buffer(index - 1)]
+            self._places.append(room.place(self._layout.pieces[index], self._mine))
+            self._compute_from(layer, index, self._places[index])
+        self._pull(0)
         self._channel.finish()
         if len(layers) > 1:
             self.gather_s = self._measure()
@@ -119,9 +129,9 @@ class ExpertWeights:
                 self._open_rings(len(layers) - 1)
             self.gather = self._begin_gathering(len(layers) - 1)
 
-    def _keep_all(self, layers: list[Any]) -> None:
-        for layer, spec, part in zip(layers, self.layers, self._mine, strict=True):
-            put_in(layer, spec.views(self._near.tensor(part), layer.global_num_experts))
+    def _compute_from(self, layer: Any, index: int, blocks: list[Any]) -> None:
+        tensors = [self._near.tensor(block) for block in blocks]
+        put_in(layer, self._layout.views(index, tensors, layer.global_num_experts))
 
     def _open(self, peer: Server) -> list[Any]:
         record = ShardRecord.wait(self._run_dir, peer, self._config.startup_timeout_s)
@@ -131,7 +141,7 @@ class ExpertWeights:
                 f"{record.layers[0].parameters}, {self._me.name} has {self.names[:3]}... of "
                 f"{self.layers[0].parameters}: all engines must run the same model"
             )
-        paths = [ShardRecord.part(self._run_dir, peer, i) for i in range(len(self.layers))]
+        paths = [ShardRecord.part(self._run_dir, peer, i) for i in range(len(self._mine))]
         return [self._home.open(path) for path in paths]
 
     def _open_rings(self, layers: int) -> None:
@@ -156,32 +166,39 @@ class ExpertWeights:
             timeout_s = self._config.gather_timeout_s
             return ThreadGather(layers, self._gather, timeout_s, computation)
 
-        def pull(layer: int, buffer: int) -> int:
-            return self._pull(1 + layer, self._whole[1 + buffer])
-
-        return StreamGather(layers, pull, self._channel, computation)
+        return StreamGather(
+            layers, lambda layer, _: self._pull(1 + layer), self._channel, computation
+        )
 
     def _gather(self, layer: int, buffer: int, used: Mark | None) -> int:
         self._channel.after(used)
-        copied = self._pull(1 + layer, self._whole[1 + buffer])
+        copied = self._pull(1 + layer)
         self._channel.finish()
         if self._prefetcher is not None:
             self._prefetcher.gathered()
         return copied
 
-    def _pull(self, layer: int, whole: Block) -> int:
-        """Begin to put one layer together in a buffer. Returns bytes."""
+    def _pull(self, layer: int) -> int:
+        """Begin to put one layer together in its place. Returns bytes."""
         if self._rings:
-            return sum(self._pull_near(rank, layer, whole) for rank in range(len(self._parts)))
-        return self._channel.copy(self._pairs(range(len(self._parts)), layer, whole))
+            return sum(self._pull_near(rank, layer) for rank in range(len(self._parts)))
+        return self._channel.copy(self._pairs(range(len(self._parts)), layer))
 
-    def _pairs(self, ranks: Iterable[int], layer: int, whole: Block) -> list[Pair]:
-        """What to copy to put these ranks' parts of a layer into a buffer."""
-        parts = ((rank, self._parts[rank][layer]) for rank in ranks)
-        return [pair for r, part in parts for pair in self._layout.copies(r, layer, part, whole)]
+    def _pairs(self, ranks: Iterable[int], layer: int) -> list[Pair]:
+        """What to copy to put these ranks' parts of a layer in its place."""
+        return [
+            pair
+            for piece, whole in zip(self._layout.pieces[layer], self._places[layer], strict=True)
+            for rank in ranks
+            if not (piece.joined and rank == self._me.rank)
+            for pair in self._layout.copies(
+                rank, piece.index, self._parts[rank][piece.index], whole
+            )
+        ]
 
-    def _pull_near(self, rank: int, layer: int, whole: Block) -> int:
-        """Put one rank's part into a buffer, from its ring if that has it."""
+    def _pull_near(self, rank: int, layer: int) -> int:
+        """Put one rank's part of a layer in its place, from the rank's ring if that has it."""
+        (whole,) = self._places[layer]
 
         def take(part: Block) -> int:
             copied = self._channel.copy(self._layout.copies(rank, layer, part, whole))
@@ -215,9 +232,9 @@ class ExpertWeights:
     def _measure(self, rounds: int = 3) -> float:
         """Offloaded, every engine brings its own part from the host, and that takes longest."""
         ranks = [self._me.rank] if self._config.offload_layers else range(len(self._parts))
-        scratch, slowest = self._whole[-1], 0.0
+        slowest = 0.0
         for layer in range(1, len(self.layers)):
-            pairs = self._pairs(ranks, layer, scratch)
+            pairs = self._pairs(ranks, layer)
             best = float("inf")
             for _ in range(rounds):
                 started = time.perf_counter()

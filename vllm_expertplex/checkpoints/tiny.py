@@ -98,7 +98,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 # The same, of attention that vLLM runs on GPUs only.
 GPU_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    # GLM-5.1: MLA over the tokens that an indexer chooses, with its real head sizes.
+    # GLM-5.1: MLA over the tokens that an indexer chooses, with its real head sizes, and of the
+    # numbers of tokens that vLLM's kernels can choose the least.
     "glm-moe-dsa": {
         "num_hidden_layers": 4,
         "num_attention_heads": 16,
@@ -110,7 +111,8 @@ GPU_ARCHITECTURES: dict[str, dict[str, Any]] = {
         "v_head_dim": 256,
         "index_n_heads": 32,
         "index_head_dim": 128,
-        "index_topk": 2048,
+        "index_topk": 512,
+        "indexer_rope_interleave": True,  # read by vLLM alone; transformers always does so
         "intermediate_size": 512,
         "moe_intermediate_size": 128,
         "n_routed_experts": 16,

@@ -14,6 +14,7 @@ half's thread waits for its experts when the other has nothing left to do but wa
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -47,6 +48,9 @@ def prepared(vllm_config: VllmConfig) -> VllmConfig:
     mine = copy.copy(vllm_config)
     mine.parallel_config = copy.copy(vllm_config.parallel_config)
     mine.parallel_config.enable_dbo = True
+    # SMs that vLLM would set aside for its all-to-all, and insists that the GPU has: a prefill
+    # server's share of one may be smaller.
+    os.environ.setdefault("VLLM_DBO_COMM_SMS", "0")
     return mine
 
 

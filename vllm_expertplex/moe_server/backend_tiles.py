@@ -46,6 +46,8 @@ class TileOptions:
     x_star: int = 0  # x_moe* of eq. (4); 0: every local expert active
     quantum: int = 4  # tiles a worker takes from one source in a row
     hold_us: int = 0  # decode workers idle so long between two stages rather than take prefill
+    fifo: bool = False  # operations run one after the other, in order of arrival
+    coalescing: bool = True  # decode operations of one layer run as one; not if fifo
     window_us: int = 200  # coalescing: how long one decode server waits for another
     stale_us: int = 20_000  # nobody waits for a decode server that has been silent so long
     spin_us: int = 0  # an idle worker polls so long before it sleeps
@@ -107,6 +109,8 @@ class TilesBackend:
             prefill=prefill_tiles(self._hidden, intermediate),
             quantum=options.quantum,
             hold_ns=options.hold_us * 1000,
+            fifo=options.fifo,
+            coalescing=options.coalescing,
             window_ns=options.window_us * 1000,
             stale_ns=options.stale_us * 1000,
             spin_ns=options.spin_us * 1000,

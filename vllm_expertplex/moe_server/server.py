@@ -184,6 +184,8 @@ def make_backend(
         torch.set_num_threads(1)  # the backend has worker threads of its own
         options = TileOptions(
             workers=threads(config),
+            fifo=config.moe_scheduling == "fifo",
+            coalescing=config.coalescing,
             deadline_s=config.moe_timeout_s,
             trace=config.trace and trace_file(config.trace, me),
         )

@@ -36,6 +36,8 @@ def start(run_dir: Path) -> None:
         "CUDA_MPS_PIPE_DIRECTORY": str(pipes),
         "CUDA_MPS_LOG_DIRECTORY": str(logs),
     }
+    # A daemon that sees some GPUs only numbers those anew, and places name them as they are.
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         started = subprocess.run(
             [control, "-d"], env=environment, capture_output=True, text=True, timeout=_START_S

@@ -1,0 +1,190 @@
+"""What was measured, one JSON object a line, and what is made of it: table, rows, figures.
+
+A line is written as soon as it is known, so a run that is killed loses nothing, and runs that share
+a machine and a model are merged by reading their files together.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import model_speed
+import msgspec
+import step_profile
+from _report import Row
+from rich.console import Console
+from rich.table import Table
+from slo.search import SHARE, Attainment, Probe
+
+
+class Load(msgspec.Struct, tag="load"):
+    """One system under one workload. Seconds, requests per second."""
+
+    system: str
+    ours: bool
+    device: str
+    workload: str
+    ttft: float
+    tpot: float
+    goodput: float
+    fails: float | None  # the lowest rate that failed; None: none did
+    kv_tokens: int
+    start_s: float
+    probes: list[Probe]
+
+
+class Speed(msgspec.Struct, tag="speed"):
+    """One system with nothing else to do; `figures` are those of `model_speed.measure`."""
+
+    system: str
+    ours: bool
+    device: str
+    layers: int
+    figures: dict[str, float]
+    step: step_profile.Breakdown | None
+
+
+Record = Load | Speed
+
+
+def append(path: Path, record: Record) -> None:
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+
+
+def read(paths: Iterable[Path]) -> list[Record]:
+    """The last of each system and workload, in order of appearance."""
+    found: dict[tuple[str, str], Record] = {}
+    for path in paths:
+        for line in path.read_bytes().splitlines():
+            record = msgspec.json.decode(line, type=Record)  # type: ignore[arg-type]
+            found[record.system, getattr(record, "workload", "")] = record
+    return list(found.values())
+
+
+def _by_workload(records: Sequence[Record]) -> dict[str, list[Load]]:
+    found: dict[str, list[Load]] = {}
+    for record in records:
+        if isinstance(record, Load):
+            found.setdefault(record.workload, []).append(record)
+    return found
+
+
+def _best(loads: Iterable[Load], ours: bool) -> Load | None:
+    return max((x for x in loads if x.ours == ours), key=lambda x: x.goodput, default=None)
+
+
+def show(records: Sequence[Record], console: Console) -> None:
+    """Goodput of every system, and its ratio to the best of vLLM's own."""
+    table = Table(title=f"P90 goodput, requests per second ({SHARE:.0%} of all within targets)")
+    for column in (
+        "workload",
+        "system",
+        "goodput",
+        "fails at",
+        "/ best vLLM",
+        "KV tokens",
+        "rates",
+    ):
+        table.add_column(column)
+    for workload, loads in _by_workload(records).items():
+        plain = _best(loads, ours=False)
+        for x in loads:
+            ratio = f"{x.goodput / plain.goodput:.2f}" if plain and plain.goodput else ""
+            tried = ", ".join(f"{p.rate:.3g} ({p.attainment.both:.0%})" for p in x.probes)
+            fails = "" if x.fails is None else f"{x.fails:.3g}"
+            label = f"{workload}, {x.ttft:g} s, {1e3 * x.tpot:g} ms"
+            table.add_row(
+                label, x.system, f"{x.goodput:.3g}", fails, ratio, str(x.kv_tokens), tried
+            )
+        table.add_section()
+    console.print(table)
+
+
+def rows(records: Sequence[Record]) -> list[Row]:
+    """Goodput: our best beside each of vLLM's modes, our others beside the best of those; then what
+    it was found from, and speeds.
+    """
+    table = []
+    for workload, loads in _by_workload(records).items():
+        ours, plain = _best(loads, ours=True), _best(loads, ours=False)
+        for x in loads:
+            if x is ours or not ours:
+                continue
+            mine, peer = (x, plain) if x.ours else (ours, x)
+            table.append(
+                Row(
+                    *(f"{workload}: goodput, {mine.system}", "req/s", mine.goodput),
+                    *(peer and peer.goodput, peer.system if peer else "", None),
+                )
+            )
+        for x in loads:
+            table.append(
+                Row(f"{workload}: goodput, {x.system}", "req/s", x.goodput, None, "", None)
+            )
+            table.append(Row(f"{workload}: KV, {x.system}", "tokens", x.kv_tokens, None, "", None))
+            for p in x.probes:
+                for field in Attainment._fields:
+                    label = f"{workload}: {x.system}, {field} at {p.rate:.4g}/s"
+                    table.append(Row(label, "share", getattr(p.attainment, field), None, "", None))
+    return table + _speed_rows([r for r in records if isinstance(r, Speed)])
+
+
+def _speed_rows(speeds: Sequence[Speed]) -> list[Row]:
+    plain = [s for s in speeds if not s.ours]
+    table = []
+    for s in speeds:
+        for peer in (plain if s.ours else []) or [None]:
+            given = model_speed.rows(
+                s.layers, s.figures, peer and peer.figures, peer and peer.system
+            )
+            table += [r | {"name": f"{s.system}: {r['name']}"} for r in given]
+        table += step_profile.rows(s.system, s.step) if s.step else []
+    return [Row(**row) for row in table]
+
+
+def write(records: Sequence[Record], path: Path) -> None:
+    """The rows, with the device they were measured on."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    result = {
+        "benchmark": "goodput",
+        "date": datetime.date.today().isoformat(),
+        "device": ", ".join(dict.fromkeys(record.device for record in records)),
+        "commit": commit,
+        "command": " ".join(["python", *sys.argv]),
+        "rows": [asdict(row) for row in rows(records)],
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def plot(records: Sequence[Record], folder: Path) -> None:
+    """Attainment of TTFT, TPOT and both over the rate, a figure for each workload: the paper's
+    Fig. 7 to 10.
+    """
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for workload, loads in _by_workload(records).items():
+        figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), sharey=True)
+        for axis, field in zip(axes, Attainment._fields, strict=True):
+            for x in loads:
+                rates = [p.rate for p in x.probes]
+                shares = [getattr(p.attainment, field) for p in x.probes]
+                style = "o-" if x.ours else "s--"
+                axis.plot(rates, shares, style, label=x.system, markersize=4)
+            axis.axhline(SHARE, color="grey", linewidth=0.5)
+            axis.set(title=field, xlabel="requests per second", xscale="log", ylim=(0, 1.05))
+        axes[0].set_ylabel("share of requests")
+        axes[-1].legend(fontsize="x-small")
+        figure.suptitle(f"{workload}: TTFT {loads[0].ttft:g} s, TPOT {1e3 * loads[0].tpot:g} ms")
+        figure.tight_layout()
+        figure.savefig(folder / f"goodput_{re.sub('[^a-z0-9-]', '-', workload.lower())}.png")
+        plt.close(figure)
