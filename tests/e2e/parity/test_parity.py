@@ -84,8 +84,15 @@ def test_answers_are_the_same_when_prefill_steps_run_as_two_microbatches(
 
 def test_answers_are_the_same_when_two_ranks_share_attention(plain: Answers, logs: Path) -> None:
     with _serve(logs, "1P1D1E", "--tensor-parallel-size", "2") as server:
-        ours = run(server, plain.probe, only=_chosen)
-    assert not different(plain, ours)
+        ours = run(server, plain.probe, only=_of_every_rank)
+    asked = {key: plain.single[key] for key in ours.single}
+    assert not different(plain._replace(single=asked), ours)
+
+
+def _of_every_rank(request: Request) -> bool:
+    """Steps of one token and of many, draws of every rank's own generator, grammars."""
+    groups = {"lengths", "sampling", "n", "structured", "16 prompts"}
+    return request.case.group in groups and not request.stream and _chosen(request)
 
 
 def remote_layers(server: Server) -> int:
