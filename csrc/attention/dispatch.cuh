@@ -2,9 +2,8 @@
 //
 // A warp takes a few hundred columns of a token at a time, and has the next ones on their way. Ids
 // and weights go by themselves, in whole lines: the link's limit is packets, and a small one counts
-// like a large one. In a large operation a warp has neighbouring tokens, whose scales it sends
-// together (scales.cuh); gathering them in a CTA costs more in barriers than it saves. The signal
-// needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by
+// like a large one. Gathering scales in a CTA, too, costs more in barriers than it saves. The
+// signal needs no system-wide fence: the CTAs' stores are ordered before the last CTA's release by
 // the CTA barrier and the acq_rel counter, and release is cumulative.
 #pragma once
 
@@ -12,7 +11,6 @@
 #include <cuda_fp8.h>
 
 #include "attention/memory.cuh"
-#include "attention/scales.cuh"
 #include "attention/slot.cuh"
 
 namespace expertplex::attention {
@@ -132,11 +130,16 @@ __device__ __forceinline__ void push_routing(const DispatchArguments& a, const u
 template <uint32_t kLoads>
 __device__ __forceinline__ void push_fp8(const DispatchArguments& a, const Item<kLoads>& item,
                                          uint32_t mask, uint32_t token, uint32_t first,
-                                         HeldScales& held, uint32_t lane) {
+                                         uint32_t lane) {
   uint4 packed[kLoads];
-  float scale[kLoads];
+  float mine = 0;  // lane 4 l + g: the scale of load l's block g, so that all leave in one store
 #pragma unroll
-  for (uint32_t l = 0; l < kLoads; ++l) packed[l] = quantise(item.columns[l], scale[l]);
+  for (uint32_t l = 0; l < kLoads; ++l) {
+    float scale;
+    packed[l] = quantise(item.columns[l], scale);
+    const float block = __shfl_sync(~0u, scale, lane % 4 * 8);
+    if (lane / 4 == l) mine = block;
+  }
   const size_t at = static_cast<size_t>(token) * a.peers.hidden + first;
   for (uint32_t left = mask; left; left &= left - 1) {
     uint8_t* slot = a.peers.slots[__ffs(left) - 1];
@@ -146,20 +149,9 @@ __device__ __forceinline__ void push_fp8(const DispatchArguments& a, const Item<
       if (first + col < a.peers.hidden)
         *reinterpret_cast<uint4*>(slot + a.peers.at.tokens + at + col) = packed[l];
     }
-    if (kLoads == 1 && lane % 8 == 0 && first + lane * 16 < a.peers.hidden)
-      reinterpret_cast<float*>(slot + a.peers.at.scales)[(at + lane * 16) / kScaleColumns] =
-          scale[0];
+    if (lane < 4 * kLoads && first + lane * kScaleColumns < a.peers.hidden)
+      reinterpret_cast<float*>(slot + a.peers.at.scales)[at / kScaleColumns + lane] = mine;
   }
-  if constexpr (kLoads == 1) return;
-  const uint32_t blocks = min(kLoads * kColumns, a.peers.hidden - first) / kScaleColumns;
-  float* scales = hold(a.peers, held, at / kScaleColumns, blocks, mask, lane);
-#pragma unroll
-  for (uint32_t l = 0; l < kLoads; ++l) {
-    const uint32_t block = 4 * l + lane / 8;
-    if (lane % 8 == 0 && block < blocks) scales[block] = scale[l];
-  }
-  if (first + kLoads * kColumns >= a.peers.hidden && token % kTogether == kTogether - 1)
-    flush(a.peers, held, lane);
 }
 
 template <uint32_t kLoads>
@@ -205,17 +197,12 @@ __device__ __forceinline__ void signal(const DispatchArguments& a, uint32_t late
 template <bool kFp8, uint32_t kLoads>
 __device__ __forceinline__ void dispatch(const DispatchArguments& a) {
   __shared__ uint32_t places[kMaxExperts];
-  __shared__ float scales[kWarps][kHeldScales];
   wait_for_previous_kernel();
   launch_next_kernel();
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = gridDim.x * kWarps;
+  const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * kWarps;
   constexpr uint32_t kItem = kLoads * kColumns;
-  const uint32_t parts = (a.peers.hidden + kItem - 1) / kItem;
-  // Warps of a small operation take items in turn, those of a large one whole tokens in a row.
-  const uint32_t run = kLoads == 1 ? 1 : (a.tokens + warps - 1) / warps * parts;
-  uint32_t index = (blockIdx.x * kWarps + warp) * run;
-  const uint32_t items = kLoads == 1 ? a.tokens * parts : min(a.tokens * parts, index + run);
-  HeldScales held{scales[warp], 0, 0, 0};
+  const uint32_t parts = (a.peers.hidden + kItem - 1) / kItem, items = a.tokens * parts;
+  uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
   // Everything that a small operation needs is on its way at once.
   Item<kLoads> next;
   if (index < items) next = load_item<kFp8, kLoads>(a, index / parts, index % parts * kItem, lane);
@@ -228,17 +215,16 @@ __device__ __forceinline__ void dispatch(const DispatchArguments& a) {
   while (index < items) {
     const Item<kLoads> item = next;
     const uint32_t token = index / parts, first = index % parts * kItem;
-    index += kLoads == 1 ? warps : 1;
+    index += warps;
     if (index < items)
       next = load_item<kFp8, kLoads>(a, index / parts, index % parts * kItem, lane);
     const uint32_t mask = servers_of(place_of(places, item.expert, a.peers.experts));
     if (first == 0 && lane == 0) a.peers.masks[token] = mask;
     if constexpr (kFp8)
-      push_fp8(a, item, mask, token, first, held, lane);
+      push_fp8(a, item, mask, token, first, lane);
     else
       push_bf16(a, item, mask, token, first, lane);
   }
-  if constexpr (kFp8 && kLoads > 1) flush(a.peers, held, lane);
   signal(a, latest);
 }
 

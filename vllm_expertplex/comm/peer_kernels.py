@@ -17,9 +17,9 @@ from vllm_expertplex.cuda.nvcc import csrc, cubin
 MAX_SERVERS, MAX_EXPERTS = 32, 1024
 _WARPS = 16  # per CTA
 # By whether an operation is small: columns of a token that a warp takes at a time, and the most
-# CTAs, one per SM. Eight SMs saturate NVLink either way; dispatch also reads twice what it sends,
-# and converts it.
-_DISPATCH = {True: (512, 24), False: (1536, 32)}
+# CTAs, one per SM. Eight SMs saturate NVLink with plain copies; dispatch also reads twice what it
+# sends, and converts it: 71 % of the link with 32 CTAs, 81 % with 64, 83 % with all.
+_DISPATCH = {True: (512, 24), False: (1536, 64)}
 _COMBINE = {True: (512, 48), False: (1024, 32)}
 
 U32, U64, Pointer = c.c_uint32, c.c_uint64, c.c_uint64
