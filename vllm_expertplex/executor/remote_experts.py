@@ -50,9 +50,10 @@ class RemoteExperts:
         phase = PHASE_DECODE if x.shape[0] <= self._decode_tokens else PHASE_PREFILL
         if self._tp_size > 1:
             mine = self._mine(x.shape[0])
+            if mine.start == mine.stop:
+                return
             x, weights, ids = x[mine], weights[mine], ids[mine]
-        if x.shape[0]:
-            self._peers[turns.number()].dispatch(x, weights, ids, layer, phase)
+        self._peers[turns.number()].dispatch(x, weights, ids, layer, phase)
 
     def combine(self, x: torch.Tensor) -> torch.Tensor:
         turns.give_way()  # the other microbatch's attention, meanwhile
