@@ -29,6 +29,9 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     layout: str = "1P1D1E"
     """`xPyDzE`: how many prefill, decode and MoE servers."""
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Ranks that share each attention server's layers, a process and a GPU each; the same as
+    --tensor-parallel-size. Experts are not divided."""
     moe_backend: Literal["auto", "cuda", "tiles", "torch"] = "auto"
     """What computes experts: the persistent kernel on GPUs (`cuda`); on CPUs the tile scheduler
     (`tiles`), or one operation at a time (`torch`)."""

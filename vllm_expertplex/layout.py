@@ -34,15 +34,26 @@ class Server(msgspec.Struct, frozen=True, order=True):
 
 
 class SlotOwner(msgspec.Struct, frozen=True):
-    """Whose a slot is: an attention server, and which microbatch of its steps."""
+    """Whose a slot is: an attention server, which microbatch of its steps, and which of its
+    tensor-parallel ranks.
+    """
 
     server: Server
     microbatch: int = 0
+    tp_rank: int = 0
 
     @property
     def name(self) -> str:
-        """`prefill-0`, or `prefill-0.1`: its second microbatch."""
-        return f"{self.server.name}.{self.microbatch}" if self.microbatch else self.server.name
+        """`prefill-0`; `prefill-0.1`: its second microbatch; `prefill-0-tp1`: its second rank."""
+        rank = f"-tp{self.tp_rank}" if self.tp_rank else ""
+        return f"{self.server.name}{rank}" + (f".{self.microbatch}" if self.microbatch else "")
+
+    @property
+    def source(self) -> "SlotOwner":
+        """Who, to a MoE server's scheduler, sends the operations: a rank's microbatches are one
+        source, because they come after one another; ranks are several, because they do not.
+        """
+        return SlotOwner(self.server, tp_rank=self.tp_rank)
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -19,11 +19,11 @@ _SPIN_US = 200
 
 def slot_shape(vllm_config: Any, microbatch: int = 0) -> Shape:
     """The slots of an attention server: room for the most tokens its scheduler can emit, or for
-    the second half of them.
+    the second half of them; for a rank's share of either.
     """
     model_config = vllm_config.model_config
     return Shape(
-        _half(vllm_config.scheduler_config.max_num_batched_tokens, microbatch),
+        _share(vllm_config, vllm_config.scheduler_config.max_num_batched_tokens, microbatch),
         model_config.get_hidden_size(),
         experts_per_token(model_config.hf_text_config),
         model_config.dtype.itemsize,
@@ -32,23 +32,33 @@ def slot_shape(vllm_config: Any, microbatch: int = 0) -> Shape:
 
 def gpu_slot(vllm_config: Any, microbatch: int = 0) -> SlotLayout:
     """The slots of an attention server in GPU memory: room for the most tokens of a step, and for
-    the largest CUDA graph, which pads steps; or for the second half of them.
+    the largest CUDA graph, which pads steps; or for the second half of them; for a rank's share.
     """
     model_config = vllm_config.model_config
     captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    most = max(vllm_config.scheduler_config.max_num_batched_tokens, captured)
     return SlotLayout(
-        _half(max(vllm_config.scheduler_config.max_num_batched_tokens, captured), microbatch),
+        _share(vllm_config, most, microbatch),
         model_config.get_hidden_size(),
         experts_per_token(model_config.hf_text_config),
         quant_scheme(vllm_config) is QuantScheme.FP8_BLOCK,
     )
 
 
-def _half(tokens: int, microbatch: int) -> int:
+def _share(vllm_config: Any, tokens: int, microbatch: int) -> int:
     """Of a step that is cut, vLLM gives the second half the odd token. The first half's slots also
-    take steps that are not cut.
+    take steps that are not cut. Each rank sends its share of either.
     """
-    return -(-tokens // 2) if microbatch else tokens
+    sent = -(-tokens // 2) if microbatch else tokens
+    return len(share(sent, 0, vllm_config.parallel_config.tensor_parallel_size))
+
+
+def share(tokens: int, rank: int, ranks: int) -> range:
+    """Which of a step's tokens tensor-parallel rank `rank` sends to the MoE servers: runs of equal
+    length, of which the last ones may be shorter or empty.
+    """
+    each = -(-tokens // ranks)
+    return range(min(rank * each, tokens), min((rank + 1) * each, tokens))
 
 
 def decode_step_tokens(vllm_config: Any) -> int:
@@ -61,12 +71,18 @@ def decode_step_tokens(vllm_config: Any) -> int:
 
 
 def slot_owners(config: ExpertPlexConfig) -> list[SlotOwner]:
-    """Whose the slots of a MoE server are, in their order: one per attention server, and a
-    second one for prefill servers whose steps run as two microbatches.
+    """Whose the slots of a MoE server are, in their order: one per rank of an attention server, and
+    a second one where prefill steps run as two microbatches.
     """
-    layout = config.parsed_layout
-    second = [s for s in layout.attention_servers if s.role == PREFILL and config.tbo_tokens]
-    return [*(SlotOwner(s) for s in layout.attention_servers), *(SlotOwner(s, 1) for s in second)]
+    servers, ranks = config.parsed_layout.attention_servers, range(config.tensor_parallel_size)
+    first = [SlotOwner(server, tp_rank=rank) for server in servers for rank in ranks]
+    cut = [o for o in first if o.server.role == PREFILL and config.tbo_tokens]
+    return [*first, *(SlotOwner(o.server, 1, o.tp_rank) for o in cut)]
+
+
+def sources(config: ExpertPlexConfig) -> list[SlotOwner]:
+    """Who sends operations to a MoE server; the index is the source in its scheduler."""
+    return list(dict.fromkeys(owner.source for owner in slot_owners(config)))
 
 
 def expert_map(vllm_config: Any, layout: Layout) -> ExpertMap:
@@ -96,15 +112,19 @@ def spin_us(config: ExpertPlexConfig) -> int:
     """Busy wait in us before sleeping on a signal."""
     if config.spin_us >= 0:
         return config.spin_us
-    servers = sum(1 for _ in config.parsed_layout)
-    return _SPIN_US if len(os.sched_getaffinity(0)) >= servers else 0
+    return _SPIN_US if len(os.sched_getaffinity(0)) >= _computing(config) else 0
 
 
 def fair_share(config: ExpertPlexConfig) -> int:
-    """`core_share` of the servers of a layout."""
-    return core_share(sum(1 for _ in config.parsed_layout))
+    """`core_share` of the processes of a deployment that compute."""
+    return core_share(_computing(config))
 
 
-def core_share(servers: int) -> int:
-    """Cores per server. More threads than that wait for each other at every parallel region."""
-    return max(1, len(os.sched_getaffinity(0)) // servers)
+def _computing(config: ExpertPlexConfig) -> int:
+    """Processes that compute: the MoE servers, and every rank of the attention servers."""
+    return len(sources(config)) + config.parsed_layout.moe
+
+
+def core_share(processes: int) -> int:
+    """Cores per process. More threads than that wait for each other at every parallel region."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -6,7 +6,8 @@ Two kernels that round differently choose different tokens wherever two are near
 texts part. So each server's own tokens are judged: how far are the log-probabilities it reports
 from those of the same model in fp32? Plain vLLM's error is the noise floor, and so is how far it is
 from itself when the same prompts are batched differently. All servers start side by side.
-MODEL+tbo is MODEL with every prefill step of ours cut into two microbatches.
+MODEL+tbo is MODEL with every prefill step of ours cut into two microbatches, MODEL+tp is MODEL with
+attention over two GPUs, plain vLLM's too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from e2e.models import baseline, checkpoint
 from e2e.server import Server, serve, start
 from parity_report import report
 
-TBO = "+tbo"
+TBO, TP = "+tbo", "+tp"
 MODELS = (
     *("minimax-m2", "minimax-m2-fp8", "qwen3-moe", "deepseek-v3", "glm-moe-dsa"),
     *(f"minimax-m2{TBO}", f"deepseek-v3{TBO}"),
@@ -149,19 +150,20 @@ def check_cut(log: Path, steps: int) -> None:
 
 def measure(model: str, logs: Path) -> Parity:
     """Serve the model plainly and with one server of each kind, and compare their answers."""
-    name, cut = model.removesuffix(TBO), model.endswith(TBO)
+    name, cut = model.removesuffix(TBO).removesuffix(TP), model.endswith(TBO)
+    options = (*GRAPHS, "--tensor-parallel-size", "2" if TP in model else "1")
     path, our_log = checkpoint(name), logs / f"{model}-ours.log"
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = [tokenizer(p).input_ids for p in PROMPTS]
     config = logs / f"{model}.toml"
     config.write_text("tbo_tokens = 2\n" if cut else "")
     with (
-        start(path, logs / f"{model}-plain.log", options=(*GRAPHS, *PLAIN)) as server,
+        start(path, logs / f"{model}-plain.log", options=(*options, *PLAIN)) as server,
         serve(
             path,
             our_log,
             layout="1P1D1E",
-            options=(*GRAPHS, *OURS, "--expertplex-config", str(config)),
+            options=(*options, *OURS, "--expertplex-config", str(config)),
             environment={"VLLM_LOGGING_LEVEL": "DEBUG"} if cut else {},  # tells what is cut
             start_deadline_s=START_DEADLINE_S,
         ) as our_server,

@@ -132,10 +132,13 @@ def model(runner: str = "generate") -> Any:
 def test_a_model_that_does_not_generate_is_refused() -> None:
     """Its requests have no sampling parameters; vLLM runs embedding models without being told."""
     with pytest.raises(DeploymentError, match=r"m \(MoE\) .*pooling.*generat"):
-        module._check_model(model("pooling"), Layout.parse("1P1D1E"))
+        module._check_model(model("pooling"), ExpertPlexConfig())
 
 
 def test_more_attention_servers_than_a_moe_server_takes_are_refused() -> None:
-    module._check_model(model(), Layout.parse("16P16D1E"))
+    module._check_model(model(), ExpertPlexConfig(layout="16P16D1E"))
     with pytest.raises(DeploymentError, match=r"33 attention servers.*32"):
-        module._check_model(model(), Layout.parse("16P17D1E"))
+        module._check_model(model(), ExpertPlexConfig(layout="16P17D1E"))
+    module._check_model(model(), ExpertPlexConfig(layout="8P8D1E", tensor_parallel_size=2))
+    with pytest.raises(DeploymentError, match=r"17 attention servers of 2 ranks.*32"):
+        module._check_model(model(), ExpertPlexConfig(layout="8P9D1E", tensor_parallel_size=2))

@@ -17,7 +17,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm_expertplex import plugin
 from vllm_expertplex.config import ADDITIONAL_CONFIG_KEY, ExpertPlexConfig
 from vllm_expertplex.executor import patches
-from vllm_expertplex.executor.executor import EXECUTOR
+from vllm_expertplex.executor.executor import EXECUTOR, TP_EXECUTOR
 from vllm_expertplex.executor.loader import LOAD_FORMAT
 from vllm_expertplex.planner.plan import make_plan, read_plan, write_plan
 from vllm_expertplex.planner.search import search
@@ -234,6 +234,20 @@ def test_a_deployment_is_set_up_and_the_users_choices_stay(parse: Parse) -> None
     assert args.enforce_eager
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_tensor_parallel_attention_is_asked_for_as_of_vllm_or_in_the_file(
+    parse: Parse, tmp_path: Path, in_file: bool
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("tensor_parallel_size = 2")
+    given = ["--expertplex-config", str(file)] if in_file else ["--tensor-parallel-size", "2"]
+    args = parse(*EXECUTOR_GIVEN, *given)
+    config = options.check(args)
+    options.apply(args, config)
+    assert config.tensor_parallel_size == args.tensor_parallel_size == 2
+    assert args.distributed_executor_backend == TP_EXECUTOR
+
+
 def test_images_go_to_every_engine_whole(parse: Parse) -> None:
     """vLLM leaves out what it has sent before, but here to one of several engines."""
     args = parse(*EXECUTOR_GIVEN)
@@ -315,12 +329,22 @@ def test_a_plan_says_whether_steps_are_cut_in_two(
     assert options.check(parse(*EXECUTOR_GIVEN, "--expertplex-plan", plan)).tbo_tokens == tokens
 
 
+def test_a_plan_says_how_many_ranks_share_attention(parse: Parse, tmp_path: Path) -> None:
+    pool = msgspec.structs.replace(read_plan(_plan_file(tmp_path)).decode, tensor_parallel=2)
+    plan = _plan_file(tmp_path, prefill=pool, decode=pool)
+    args = parse(*EXECUTOR_GIVEN, "--expertplex-plan", plan)
+    assert options.check(args).tensor_parallel_size == 2
+
+
 def test_a_plan_that_cannot_be_run_is_refused(
     parse: Parse, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     several = _plan_file(tmp_path, copies=3)
     given = [*EXECUTOR_GIVEN, "--expertplex-plan"]
     assert "3 deployments" in refused(parse(*given, several))
-    both = parse(*given, several, "--expertplex-layout", "1P1D1E")
-    assert "not both" in refused(both)
+    for option in (("--expertplex-layout", "1P1D1E"), ("--tensor-parallel-size", "8")):
+        assert "not both" in refused(parse(*given, _plan_file(tmp_path), *option))
+    pair = [msgspec.structs.replace(read_plan(several).decode, tensor_parallel=n) for n in (2, 4)]
+    unequal = _plan_file(tmp_path, prefill=pair[0], decode=pair[1])
+    assert "2 in prefill and 4 in decode" in refused(parse(*given, unequal))
     assert "No such file" in refused(parse(*given, str(tmp_path / "none.json")))

@@ -51,6 +51,36 @@ def test_everybody_has_a_gpu_and_sms(layout: Layout, gpus: int, prefill: int, mo
         assert all(p.sm_percent == 100 for p in by_role["decode"])
 
 
+@given(st.builds(Layout, counts, counts, counts), st.integers(1, 24), st.integers(2, 4))
+def test_ranks_have_gpus_of_their_own(layout: Layout, gpus: int, ranks: int) -> None:
+    names = [f"gpu{n}" for n in range(gpus)]
+    if gpus < ranks:
+        with pytest.raises(ValueError, match=f"--tensor-parallel-size {ranks}.*{gpus} are visible"):
+            place(layout, names, 60, 60, ranks)
+        return
+    places = place(layout, names, 60, 60, ranks)
+    mine = {server: places[server.name].gpu.split(",") for server in layout}
+    used = Counter(gpu for taken in mine.values() for gpu in taken)
+    for server, taken in mine.items():
+        assert len(set(taken)) == (1 if server.role == "moe" else ranks)
+        assert places[server.name].servers == max(used[gpu] for gpu in taken)
+    for other in layout.attention_servers:  # all of it is shared, or nothing
+        for server in layout.attention_servers:
+            assert mine[server] == mine[other] or not {*mine[server]} & {*mine[other]}
+    if gpus >= layout.moe + ranks:
+        assert all(places[server.name] == Place(*mine[server]) for server in layout.moe_servers)
+
+
+def test_two_ranks_and_four_gpus_serve_1p1d2e() -> None:
+    shared = {"gpu": "0,1", "servers": 2, "mps": True}
+    assert place(Layout(1, 1, 2), ["0", "1", "2", "3"], 60, 60, 2) == {
+        "prefill-0": Place(**shared, sm_percent=60),
+        "decode-0": Place(**shared),
+        "moe-0": Place("2"),
+        "moe-1": Place("3"),
+    }
+
+
 def test_two_gpus_serve_1p1d1e() -> None:
     shared = {"gpu": "0", "servers": 2, "mps": True}
     assert place(Layout(1, 1, 1), ["0", "1"], 60, 60) == {

@@ -14,6 +14,7 @@ from vllm_expertplex.serve.records import (
     MismatchError,
     ServerRecord,
     check_agreement,
+    errors_written,
     read_error,
     read_ports,
     read_record,
@@ -56,6 +57,20 @@ def test_errors_and_ports_read_back(tmp_path: Path) -> None:
     assert read_error(tmp_path, Server("moe", 0)) == "no room: é"
     write_ports(tmp_path, {"prefill-0": 1, "decode-0": 2})
     assert read_ports(tmp_path) == {"prefill-0": 1, "decode-0": 2}
+
+
+def test_the_first_word_of_an_error_stays(tmp_path: Path) -> None:
+    """A worker's own; its engine knows only that a worker failed."""
+    server = Server("decode", 0)
+    with (
+        pytest.raises(RuntimeError),
+        errors_written(tmp_path, server),
+        errors_written(tmp_path, server),
+    ):
+        raise RuntimeError("no room")
+    with pytest.raises(RuntimeError), errors_written(tmp_path, server):
+        raise RuntimeError("a worker failed")
+    assert read_error(tmp_path, server) == "RuntimeError: no room"
 
 
 def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _MORE_GPUS = "use --asyncep-gpus"
 
 
 def _refusals() -> list[shared.Refusal]:
-    found = []
+    found = [shared.Refusal("--tensor-parallel-size", shared.above_one, _MORE_GPUS)]
     for refusal in shared.REFUSALS:
         if refusal.option in _ALLOWED:
             continue

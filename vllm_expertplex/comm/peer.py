@@ -4,9 +4,9 @@ Owns: what lies where in a slot, the ready word, the done words' places, the rec
 handles in the run directory. Must not know: kernels, models, CUDA.
 
 An attention server owns a *slot* on each MoE server, in the memory of that server's GPU (two, where
-its steps run as two microbatches): inputs pushed by the attention server, then one partial sum per
-token left there to be pulled. To each slot belongs a *done* word in the attention server's own GPU
-memory, where its waiting kernel polls cheaply.
+its steps run as two microbatches; each of several ranks has its own): inputs pushed by the
+attention server, then one partial sum per token left there to be pulled. To each slot belongs a
+*done* word in the attention server's own GPU memory, where its waiting kernel polls cheaply.
 The kernels of both sides compute the same layout (`csrc/attention/slot.cuh`).
 """
 

@@ -1,4 +1,5 @@
-"""The executor of an attention server's engine: one worker, in the engine's own process.
+"""The executors of an attention server's engine: one worker in the engine's own process, or a
+process for each tensor-parallel rank.
 
 Owns: choosing the worker class. Must not know: MoE servers.
 
@@ -8,8 +9,10 @@ and no message queue on a decode step's path.
 """
 
 import os
+from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_expertplex.config import ServerSettings, run_dir
@@ -18,10 +21,14 @@ from vllm_expertplex.serve import placement
 from vllm_expertplex.serve.records import errors_written, read_ports
 
 EXECUTOR = "vllm_expertplex.executor.executor.ExpertPlexExecutor"
+TP_EXECUTOR = "vllm_expertplex.executor.executor.TensorParallelExecutor"
 
 
-class ExpertPlexExecutor(UniProcExecutor):
-    """Runs a prefill or decode server."""
+class _Attention:
+    """In front of one of vLLM's executors: a prefill or decode server's."""
+
+    vllm_config: Any
+    parallel_config: Any
 
     def _init_executor(self) -> None:
         settings = ServerSettings.from_additional_config(self.vllm_config.additional_config)
@@ -39,4 +46,23 @@ class ExpertPlexExecutor(UniProcExecutor):
         )
         with errors_written(run_dir(), me):
             placement.take(run_dir(), me)
-            super()._init_executor()
+            super()._init_executor()  # type: ignore[misc]
+
+
+class ExpertPlexExecutor(_Attention, UniProcExecutor):
+    """Runs a server of one rank."""
+
+
+class TensorParallelExecutor(_Attention, MultiprocExecutor):
+    """Runs a server of several ranks. One that dies ends the engine, and so the server."""
+
+    def _init_executor(self) -> None:
+        # Ranks need the imports and the environment that this process has.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        super()._init_executor()
+
+    def shutdown(self) -> None:
+        if getattr(self, "is_failed", False):  # the others wait for the rank that died, deaf
+            for worker in self.workers:
+                worker.proc.kill()
+        super().shutdown()

@@ -19,6 +19,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm_expertplex.comm.transport import Transport
 from vllm_expertplex.executor import turns
 from vllm_expertplex.layout import PHASE_DECODE, PHASE_PREFILL
+from vllm_expertplex.shapes import share
 
 
 class RemoteExperts:
@@ -27,21 +28,42 @@ class RemoteExperts:
     `peers`: a transport per microbatch of a step that is cut, so that each can have an operation
     in flight. Steps of more than `decode_tokens` tokens count as prefill on the MoE servers: a
     decode server that recomputes a preempted request sends prefill-shaped work.
+
+    All tensor-parallel ranks have the same tokens. Each sends its share of them and leaves the
+    others' sums at zero: vLLM adds up what the ranks have of a MoE layer.
     """
 
-    def __init__(self, peers: Sequence[Transport], decode_tokens: int) -> None:
+    def __init__(
+        self, peers: Sequence[Transport], decode_tokens: int, tp_rank: int = 0, tp_size: int = 1
+    ) -> None:
         self._peers = peers
         self._decode_tokens = decode_tokens
+        self._tp_rank, self._tp_size = tp_rank, tp_size
+
+    def _mine(self, tokens: int) -> slice:
+        mine = share(tokens, self._tp_rank, self._tp_size)
+        return slice(mine.start, mine.stop)
 
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
     ) -> None:
         phase = PHASE_DECODE if x.shape[0] <= self._decode_tokens else PHASE_PREFILL
+        if self._tp_size > 1:
+            mine = self._mine(x.shape[0])
+            if mine.start == mine.stop:
+                return
+            x, weights, ids = x[mine], weights[mine], ids[mine]
         self._peers[turns.number()].dispatch(x, weights, ids, layer, phase)
 
     def combine(self, x: torch.Tensor) -> torch.Tensor:
         turns.give_way()  # the other microbatch's attention, meanwhile
-        return self._peers[turns.number()].combine(x.shape[0], x.dtype)
+        peer = self._peers[turns.number()]
+        if self._tp_size == 1:
+            return peer.combine(x.shape[0], x.dtype)
+        out, mine = torch.zeros_like(x), self._mine(x.shape[0])
+        if n := mine.stop - mine.start:
+            out[mine] = peer.combine(n, x.dtype)
+        return out
 
 
 _connection: RemoteExperts | None = None

@@ -18,7 +18,7 @@ from vllm_expertplex.executor.patches import apply_attention_patches
 from vllm_expertplex.executor.remote_experts import RemoteExperts, connect, remote_routed_experts
 from vllm_expertplex.executor.seam import replaced_routed_experts
 from vllm_expertplex.layout import DECODE, PREFILL, Server, SlotOwner
-from vllm_expertplex.serve.records import ServerRecord, read_record, write_record
+from vllm_expertplex.serve.records import ServerRecord, errors_written, read_record, write_record
 from vllm_expertplex.shapes import decode_step_tokens, slot_owners
 
 
@@ -28,8 +28,8 @@ class AttentionWorker:
     vllm_config: Any
     parallel_config: Any
     model_runner: Any
-    _me: Server  # from when the model is loaded, like the next
-    _transports: Sequence[Any]  # one per microbatch of a step
+    rank: int  # tensor parallel
+    _transports: Sequence[Any]  # one per microbatch of a step; from when the model is loaded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         apply_attention_patches()
@@ -51,6 +51,10 @@ class AttentionWorker:
         return settings
 
     @property
+    def _me(self) -> Server:
+        return Server(self._settings.role, self._settings.rank)
+
+    @property
     def _tbo_tokens(self) -> int:
         """Steps of so many tokens run as two microbatches; 0: none does."""
         return self._settings.config.tbo_tokens if self._settings.role == PREFILL else 0
@@ -62,14 +66,22 @@ class AttentionWorker:
         super().init_device()  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        settings = self._settings
-        me = Server(settings.role, settings.rank)
-        owners = [owner for owner in slot_owners(settings.config) if owner.server == me]
+        with errors_written(run_dir(), self._me):
+            self._load_model(*args, **kwargs)
+
+    def _load_model(self, *args: Any, **kwargs: Any) -> None:
+        settings, me = self._settings, self._me
+        rank, ranks = self.rank, settings.config.tensor_parallel_size
+        owners = [
+            owner
+            for owner in slot_owners(settings.config)
+            if owner.server == me and owner.tp_rank == rank
+        ]
         peers = [self.make_transport(owner, settings.config) for owner in owners]
-        self._me, self._transports = me, peers
+        self._transports = peers
         layer_names: list[str] = []
         decode_tokens = decode_step_tokens(self.vllm_config) if me.role == DECODE else 0
-        connect(RemoteExperts(peers, decode_tokens))
+        connect(RemoteExperts(peers, decode_tokens, rank, ranks))
         with replaced_routed_experts(remote_routed_experts(layer_names)):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         for peer in peers:
@@ -79,10 +91,9 @@ class AttentionWorker:
             microbatches.install(self.model_runner, self.vllm_config, self._tbo_tokens, deadline_s)
         model = self.model_runner.get_model()
         _check_no_experts(me, model)
-        write_record(
-            run_dir(),
-            ServerRecord.of(me, self.vllm_config, _bytes(model), layer_names),
-        )
+        if rank == 0:
+            held = _bytes(model) * ranks  # which all hold as much
+            write_record(run_dir(), ServerRecord.of(me, self.vllm_config, held, layer_names))
         self.connect_transports(settings.config)
         _await_moe_servers(me, settings.config)
 

@@ -22,7 +22,14 @@ from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.layout import MOE, Server
 from vllm_expertplex.moe_server.backend import Backend, ExpertWeights, Operation
 from vllm_expertplex.serve.records import ServerRecord, write_error, write_record
-from vllm_expertplex.shapes import expert_map, fair_share, slot_owners, slot_shape, spin_us
+from vllm_expertplex.shapes import (
+    expert_map,
+    fair_share,
+    slot_owners,
+    slot_shape,
+    sources,
+    spin_us,
+)
 
 logger = init_logger(__name__)
 
@@ -98,13 +105,10 @@ class MoeServer:
         weights = list(layers.values())
         dtype: Any = vllm_config.model_config.dtype
         self._backend = make_backend(me, config, weights, dtype)
-        owners, sources = slot_owners(config), layout.attention_servers
-        # Both slots of a server are one source: its operations come after one another.
-        self._sources = [sources.index(owner.server) for owner in owners]
-        shapes = [
-            slot_shape(vllm_configs[source], owner.microbatch)
-            for source, owner in zip(self._sources, owners, strict=True)
-        ]
+        owners, senders = slot_owners(config), sources(config)
+        self._sources = [senders.index(owner.source) for owner in owners]
+        configs = dict(zip(layout.attention_servers, vllm_configs, strict=True))
+        shapes = [slot_shape(configs[owner.server], owner.microbatch) for owner in owners]
         self._endpoint = MoeEndpoint(
             [slot_path(run_dir, owner, me) for owner in owners],
             shapes,

@@ -1,4 +1,4 @@
-"""The slots of a MoE server in its GPU's memory: one per attention server and microbatch.
+"""The slots of a MoE server in its GPU's memory: one per attention server, rank and microbatch.
 
 Owns: allocating them, the buffers that operations need beside them, meeting the attention servers
 in the run directory. Must not know: the kernel's life, vLLM.
@@ -74,7 +74,7 @@ class Slots:
 
         Raises TimeoutError naming one that has not published it.
         """
-        sources = list(dict.fromkeys(owner.server for owner in self._owners))
+        sources = list(dict.fromkeys(owner.source for owner in self._owners))
         served = []
         for index, owner in enumerate(self._owners):
             record = await_record(self._run_dir, DoneRecord, owner, timeout_s)
@@ -86,7 +86,7 @@ class Slots:
             done = DeviceMemory.open(record.handle, record.words * DONE_STRIDE)
             served.append(
                 ServedSlot(
-                    sources.index(owner.server),
+                    sources.index(owner.source),
                     self._memory[index].address,
                     done.address + self._me.rank * DONE_STRIDE,
                     self._buffers[index],

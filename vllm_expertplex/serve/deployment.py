@@ -22,8 +22,8 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm_expertplex._scheduler import MAX_SOURCES
 from vllm_expertplex.client import kv_events
 from vllm_expertplex.comm.shm import Board, Slot, board_path, slot_path
-from vllm_expertplex.config import ServerSettings, run_dir
-from vllm_expertplex.layout import DECODE, PREFILL, Layout, Server
+from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, run_dir
+from vllm_expertplex.layout import DECODE, PREFILL, Server
 from vllm_expertplex.moe_server import server as moe_server
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
 from vllm_expertplex.serve import forkserver, gpu, placement
@@ -36,7 +36,7 @@ from vllm_expertplex.serve.engines import (
     start_engines,
 )
 from vllm_expertplex.serve.records import ServerRecord, read_error, read_record, write_ports
-from vllm_expertplex.shapes import expert_map, slot_owners, slot_shape
+from vllm_expertplex.shapes import expert_map, slot_owners, slot_shape, sources
 
 logger = init_logger(__name__)
 
@@ -64,7 +64,7 @@ class Deployment:
                 config.kv_events_config = kv_events.publishing(self.run_dir, server)
         if not current_platform.is_cpu():
             gpu.prepare(self.run_dir, self.config, self._attention, self.configs)
-        _check_model(vllm_config, self.layout)
+        _check_model(vllm_config, self.config)
         self._failure: str | None = None
         self._stopping = False
         self._on_failure: Callable[[], None] | None = None
@@ -262,7 +262,7 @@ def _reserve_port() -> socket.socket:
     return holder
 
 
-def _check_model(vllm_config: VllmConfig, layout: Layout) -> None:
+def _check_model(vllm_config: VllmConfig, config: ExpertPlexConfig) -> None:
     """Say before anything starts that this layout cannot serve this model."""
     routed_experts(vllm_config, "expertplex")
     model = vllm_config.model_config
@@ -271,13 +271,14 @@ def _check_model(vllm_config: VllmConfig, layout: Layout) -> None:
             f"{model.model} ({', '.join(model.architectures)}) is run as a {model.runner_type} "
             "model; only generation is served, use --executor asyncep"
         )
-    if len(layout.attention_servers) > MAX_SOURCES:
+    if (senders := len(sources(config))) > MAX_SOURCES:
+        ranks = config.tensor_parallel_size
         raise DeploymentError(
-            f"layout {layout} has {len(layout.attention_servers)} attention servers; a MoE server "
-            f"takes operations of at most {MAX_SOURCES}"
+            f"layout {config.layout} has {senders // ranks} attention servers of {ranks} ranks; a "
+            f"MoE server takes operations of at most {MAX_SOURCES} ranks"
         )
     try:
-        expert_map(vllm_config, layout)
+        expert_map(vllm_config, config.parsed_layout)
     except ValueError as error:
         raise DeploymentError(str(error)) from None
 

@@ -30,15 +30,17 @@ def prepare(
     """
     gpus = visible_gpus(current_platform.device_count())
     percents = config.prefill_sm_percent, config.moe_sm_percent
-    places = place(config.parsed_layout, gpus, *percents)
+    ranks = config.tensor_parallel_size
+    places = place(config.parsed_layout, gpus, *percents, ranks)
     for name, where in places.items():
         share = f", {where.sm_percent} % of its SMs" if where.sm_percent < 100 else ""
         logger.info("%s runs on GPU %s%s", name, where.gpu, share)
-    if len(gpus) <= config.parsed_layout.moe:
+    if len(gpus) < (enough := config.parsed_layout.moe + ranks):
         logger.warning(
             "MoE servers share GPUs with attention servers: they hold %d %% of the SMs, also while "
-            "they have nothing to do. With one GPU more than MoE servers they have their own",
+            "they have nothing to do. With %d GPUs they have their own",
             config.moe_sm_percent,
+            enough,
         )
     write_places(run_dir, places)
     if any(where.mps for where in places.values()):

@@ -109,7 +109,7 @@ class Refusal(NamedTuple):
         return self.option.removeprefix("--").replace("-", "_")
 
 
-def _above_one(value: Any) -> bool:
+def above_one(value: Any) -> bool:
     return value not in (None, 1)
 
 
@@ -126,17 +126,16 @@ _LAYOUT_INSTEAD = "use --expertplex-layout to choose how many servers there are"
 REFUSALS = (
     Refusal("--headless", _given, "start the whole deployment with one command"),
     Refusal("--grpc", _given, "use the HTTP server"),
-    Refusal("--api-server-count", _above_one, "one API server fronts a deployment"),
-    Refusal("--tensor-parallel-size", _above_one, _LAYOUT_INSTEAD),
-    Refusal("--pipeline-parallel-size", _above_one, _LAYOUT_INSTEAD),
-    Refusal("--data-parallel-size", _above_one, _LAYOUT_INSTEAD),
+    Refusal("--api-server-count", above_one, "one API server fronts a deployment"),
+    Refusal("--pipeline-parallel-size", above_one, _LAYOUT_INSTEAD),
+    Refusal("--data-parallel-size", above_one, _LAYOUT_INSTEAD),
     Refusal("--data-parallel-rank", lambda v: v is not None, _LAYOUT_INSTEAD),
     Refusal("--data-parallel-hybrid-lb", _given, _LAYOUT_INSTEAD),
     Refusal("--data-parallel-external-lb", _given, _LAYOUT_INSTEAD),
     Refusal("--data-parallel-multi-port-external-lb", _given, _LAYOUT_INSTEAD),
-    Refusal("--prefill-context-parallel-size", _above_one, _LAYOUT_INSTEAD),
-    Refusal("--decode-context-parallel-size", _above_one, _LAYOUT_INSTEAD),
-    Refusal("--nnodes", _above_one, "all servers run on this machine"),
+    Refusal("--prefill-context-parallel-size", above_one, _LAYOUT_INSTEAD),
+    Refusal("--decode-context-parallel-size", above_one, _LAYOUT_INSTEAD),
+    Refusal("--nnodes", above_one, "all servers run on this machine"),
     Refusal("--enable-expert-parallel", _given, "MoE servers always split experts"),
     Refusal("--enable-eplb", _given, "experts are placed evenly over MoE servers"),
     Refusal("--enable-elastic-ep", _given, "restart with another layout"),
@@ -188,6 +187,9 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
         config = load_config(
             args.expertplex_config,
             layout=args.expertplex_layout,
+            tensor_parallel_size=(
+                args.tensor_parallel_size if above_one(args.tensor_parallel_size) else None
+            ),
             trace=args.expertplex_trace,
             **planned,
         )
@@ -244,12 +246,14 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
     """Set vLLM's options for a deployment of `config`; what the user set stays."""
     from vllm.platforms import current_platform
 
-    from vllm_expertplex.executor.executor import EXECUTOR
+    from vllm_expertplex.executor.executor import EXECUTOR, TP_EXECUTOR
     from vllm_expertplex.executor.loader import LOAD_FORMAT
     from vllm_expertplex.serve.deployment import kv_transfer_config
+    from vllm_expertplex.shapes import sources
 
     settings = ServerSettings(config, ServerSettings.FRONT)
-    args.distributed_executor_backend = EXECUTOR
+    args.tensor_parallel_size = config.tensor_parallel_size
+    args.distributed_executor_backend = EXECUTOR if args.tensor_parallel_size == 1 else TP_EXECUTOR
     if args.load_format != DUMMY:
         args.load_format = LOAD_FORMAT
     # vLLM would leave out an image that it has sent before, but the engine that gets it now may not
@@ -262,8 +266,7 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
         **settings.to_additional_config(),
     }
     if current_platform.is_cpu():
-        layout = config.parsed_layout
-        apply_cpu_defaults(args, layout.prefill + layout.decode)
+        apply_cpu_defaults(args, len(sources(config)))
     else:
         if config.trace is not None:
             error("--expertplex-trace is written by MoE servers on CPUs only; leave it out")
@@ -271,8 +274,8 @@ def apply(args: argparse.Namespace, config: ExpertPlexConfig) -> None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
-def apply_cpu_defaults(args: argparse.Namespace, engines: int) -> None:
-    """What suits `engines` engines on one CPU, where the user said nothing."""
+def apply_cpu_defaults(args: argparse.Namespace, workers: int) -> None:
+    """What suits `workers` workers of engines on one CPU, where the user said nothing."""
     # vLLM's default on CPU, torch.compile, takes minutes to start and rounds differently from eager
     # execution. Whoever wants it says --compilation-config.
     if not _compilation_chosen(args):
@@ -284,7 +287,7 @@ def apply_cpu_defaults(args: argparse.Namespace, engines: int) -> None:
     if args.kv_cache_memory_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         import psutil
 
-        share = int(psutil.virtual_memory().available * _KV_SHARE / engines)
+        share = int(psutil.virtual_memory().available * _KV_SHARE / workers)
         args.kv_cache_memory_bytes = min(share, _KV_MOST)
 
 

@@ -3,8 +3,9 @@
 Owns: the rule below, the file through which processes learn their place. Must not know: what
 servers do, CUDA.
 
-With more GPUs than MoE servers, those take the last ones, one each and for themselves, and
-attention servers the first ones, in turn. With fewer, each kind goes over all GPUs in turn. Servers
+With enough GPUs for the ranks of an attention server beside the MoE servers, those take the last
+ones, one each and for themselves, and attention servers the first ones, in turn, one for each rank.
+With fewer, each kind goes over all GPUs in turn. Servers
 that share a GPU do so through MPS: a MoE server holds a share of its SMs for as long as it runs,
 and prefill is limited to a share of the others where other attention servers need them, too
 (priorities alone do not protect decode).
@@ -13,6 +14,7 @@ and prefill is limited to a share of the others where other attention servers ne
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ _SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 class Place(msgspec.Struct, frozen=True):
-    """One server's GPU: its id as in CUDA_VISIBLE_DEVICES, and how many servers are on it."""
+    """One server's GPU, or GPUs: ids as in CUDA_VISIBLE_DEVICES, and how many servers are there."""
 
     gpu: str
     servers: int = 1
@@ -35,37 +37,47 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def place(
-    layout: Layout, gpus: Sequence[str], prefill_sm_percent: int, moe_sm_percent: int
+    layout: Layout,
+    gpus: Sequence[str],
+    prefill_sm_percent: int,
+    moe_sm_percent: int,
+    ranks: int = 1,
 ) -> dict[str, Place]:
-    """Server name -> place, for the GPUs with these ids. Raises ValueError where there is none.
+    """Server name -> place, for the GPUs with these ids. Raises ValueError where there are too few.
+
+    `ranks`: of an attention server, each on a GPU of its own. They take GPUs in runs.
 
     `moe_sm_percent`: of a GPU's SMs, for the MoE servers that share it with attention servers;
     `prefill_sm_percent`: of what these leave.
     """
     if not gpus:
         raise ValueError("no GPU is visible; set CUDA_VISIBLE_DEVICES, or serve on CPU")
-    own = layout.moe if len(gpus) > layout.moe else 0
-    moe = _in_turn(layout.moe_servers, gpus[-own:])  # all of them where own is 0
-    attention = _in_turn(layout.attention_servers, gpus[: len(gpus) - own])
-    experts, readers = Counter(moe.values()), Counter(attention.values())
-    both = experts + readers
+    if len(gpus) < ranks:
+        raise ValueError(
+            f"--tensor-parallel-size {ranks} needs as many GPUs; {len(gpus)} are visible"
+        )
+    own = layout.moe if len(gpus) >= layout.moe + ranks else 0
+    moe = _in_turn(layout.moe_servers, gpus[-own:], 1)  # all of them where own is 0
+    attention = _in_turn(layout.attention_servers, gpus[: len(gpus) - own], ranks)
+    experts, readers = (Counter(chain(*taken.values())) for taken in (moe, attention))
 
-    def percent(server: Server, gpu: str) -> int:
-        if server.role == MOE:
-            return max(1, moe_sm_percent // experts[gpu]) if readers[gpu] else 100
-        if server.role == PREFILL and readers[gpu] > 1:
-            left = 100 - moe_sm_percent if experts[gpu] else 100
-            return max(1, prefill_sm_percent * left // 100)
-        return 100
+    def find(server: Server, mine: Sequence[str]) -> Place:
+        both = max(experts[gpu] + readers[gpu] for gpu in mine)
+        percent, beside = 100, max(experts[gpu] for gpu in mine)
+        if server.role == MOE and readers[mine[0]]:
+            percent = max(1, moe_sm_percent // beside)
+        if server.role == PREFILL and max(readers[gpu] for gpu in mine) > 1:
+            percent = max(1, prefill_sm_percent * (100 - moe_sm_percent * (beside > 0)) // 100)
+        return Place(",".join(mine), both, both > 1, percent)
 
-    return {
-        server.name: Place(gpu, both[gpu], both[gpu] > 1, percent(server, gpu))
-        for server, gpu in (attention | moe).items()
-    }
+    return {server.name: find(server, mine) for server, mine in (attention | moe).items()}
 
 
-def _in_turn(servers: Sequence[Server], gpus: Sequence[str]) -> dict[Server, str]:
-    return {server: gpus[index % len(gpus)] for index, server in enumerate(servers)}
+def _in_turn(
+    servers: Sequence[Server], gpus: Sequence[str], each: int
+) -> dict[Server, Sequence[str]]:
+    runs = [gpus[i : i + each] for i in range(0, len(gpus) - each + 1, each)]
+    return {server: runs[index % len(runs)] for index, server in enumerate(servers)}
 
 
 def visible_gpus(count: int) -> list[str]:

@@ -12,7 +12,7 @@ logger = init_logger(__name__)
 
 
 def follow_plan(args: argparse.Namespace) -> dict[str, int]:
-    """Take layout and limits from a plan, and return the options that it sets.
+    """Take layout, ranks and limits from a plan, and return the options that it sets.
 
     Raises ValueError for one that cannot be run here.
     """
@@ -24,12 +24,15 @@ def follow_plan(args: argparse.Namespace) -> dict[str, int]:
     if args.expertplex_layout is not None:
         raise ValueError("give --expertplex-plan or --expertplex-layout, not both")
     plan = read_plan(path)
-    widest = max(plan.prefill.tensor_parallel, plan.decode.tensor_parallel)
-    if widest > 1:
+    ranks = plan.prefill.tensor_parallel
+    if plan.decode.tensor_parallel != ranks:
         raise ValueError(
-            f"--expertplex-plan {path}: attention over {widest} GPUs (tensor parallel) is not "
-            "served yet; choose a layout yourself with --expertplex-layout"
+            f"--expertplex-plan {path}: tensor parallelism {ranks} in prefill and "
+            f"{plan.decode.tensor_parallel} in decode, and only one for both is served; choose a "
+            "layout yourself with --expertplex-layout and --tensor-parallel-size"
         )
+    if args.tensor_parallel_size not in (1, ranks):
+        raise ValueError("give --expertplex-plan or --tensor-parallel-size, not both")
     if plan.copies > 1:
         raise ValueError(
             f"--expertplex-plan {path}: {plan.copies} deployments side by side; start each with "
@@ -41,7 +44,7 @@ def follow_plan(args: argparse.Namespace) -> dict[str, int]:
             "served: TPOT will be longer than planned",
             path,
         )
-    args.expertplex_layout = plan.layout
+    args.expertplex_layout, args.tensor_parallel_size = plan.layout, ranks
     if args.max_num_batched_tokens is None:
         args.max_num_batched_tokens = plan.max_prefill_tokens
     if args.max_num_seqs is None:

@@ -122,12 +122,13 @@ def write_error(run_dir: Path, server: Server, message: str) -> None:
 @contextmanager
 def errors_written(run_dir: Path, server: Server) -> Iterator[None]:
     """Leave word of an error in the body, and raise it: vLLM tells an engine's parent only that the
-    engine failed.
+    engine failed, and the engine only that a worker did. The first word stays.
     """
     try:
         yield
     except Exception as error:
-        write_error(run_dir, server, f"{type(error).__name__}: {error}")
+        if read_error(run_dir, server) is None:
+            write_error(run_dir, server, f"{type(error).__name__}: {error}")
         raise
 
 

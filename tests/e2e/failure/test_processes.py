@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.failure.conftest import Deployment, Start
@@ -59,6 +60,28 @@ def test_losing_the_last_server_of_a_role_ends_everything_with_its_name(
     assert all(victim in str(outcome.error) for outcome in traffic.outcomes), traffic.outcomes
     assert code == 1
     assert victim in deployment.server.log.read_text().rpartition("vllm serve: error: ")[2]
+    assert deployment.footprint.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_is_lost_with_any_of_its_ranks(
+    start: Start, model: Path, number: signal.Signals
+) -> None:
+    config = {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "moe_timeout_s": MOE_TIMEOUT_S}
+    deployment = start(model, config=config, options=("--tensor-parallel-size", "2"))
+    traffic = stream(deployment)
+
+    engine = psutil.Process(deployment.pid("decode-0")).parent()
+    assert engine is not None
+    _, second = sorted(engine.children(), key=lambda rank: rank.cmdline())
+    second.send_signal(number)
+    patience_s = HEARTBEAT_TIMEOUT_S + MOE_TIMEOUT_S if number == signal.SIGSTOP else 0
+    traffic.join(patience_s + ERROR_S)
+    assert_unhealthy(deployment)
+    code = deployment.footprint.note_until_exit(STOP_S)
+
+    assert all("decode-0" in str(outcome.error) for outcome in traffic.outcomes), traffic.outcomes
+    assert code == 1
     assert deployment.footprint.left() == []
 
 

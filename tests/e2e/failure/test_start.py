@@ -44,9 +44,9 @@ def assert_refused(deployment: Deployment, expected: Sequence[str], code: int) -
         pytest.param("1P0D1E", (), ["1P0D1E", "at least one"], id="empty-role", marks=slow),
         pytest.param(
             "1P1D1E",
-            ("--tensor-parallel-size", "2"),
-            ["--tensor-parallel-size 2", "--expertplex-layout"],
-            id="tensor-parallel",
+            ("--pipeline-parallel-size", "2"),
+            ["--pipeline-parallel-size 2", "--expertplex-layout"],
+            id="pipeline-parallel",
         ),
         pytest.param(
             "1P1D1E", ("--enable-lora",), ["--enable-lora", "merged"], id="lora", marks=slow

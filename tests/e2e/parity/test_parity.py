@@ -1,5 +1,5 @@
 """The part of the parity matrix that runs on every change: one tiny model, one layout, also with
-prefill steps cut in two (and a second layout with the slow tests).
+prefill steps cut in two, or attention over two ranks (and a second layout with the slow tests).
 
 The whole matrix is `python -m tests.e2e.parity.matrix`.
 """
@@ -80,6 +80,19 @@ def test_answers_are_the_same_when_prefill_steps_run_as_two_microbatches(
         assert remote_layers(server) - before == 2 * layers
         ours = run(server, plain.probe, only=_chosen)
     assert not different(plain, ours)
+
+
+def test_answers_are_the_same_when_two_ranks_share_attention(plain: Answers, logs: Path) -> None:
+    with _serve(logs, "1P1D1E", "--tensor-parallel-size", "2") as server:
+        ours = run(server, plain.probe, only=_of_every_rank)
+    asked = {key: plain.single[key] for key in ours.single}
+    assert not different(plain._replace(single=asked), ours)
+
+
+def _of_every_rank(request: Request) -> bool:
+    """Steps of one token and of many, draws of every rank's own generator, grammars."""
+    groups = {"lengths", "sampling", "n", "structured", "16 prompts"}
+    return request.case.group in groups and not request.stream and _chosen(request)
 
 
 def remote_layers(server: Server) -> int:
