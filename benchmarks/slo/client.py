@@ -93,6 +93,7 @@ async def _run(
     from vllm.benchmarks.serve import get_request
 
     sent: list[Sent] = []
+    decided = False
 
     async def one(mine: Sent) -> None:
         given = RequestFuncInput(
@@ -110,6 +111,8 @@ async def _run(
         np.random.seed(0)  # every system gets the same arrivals
         requests = [SampleRequest(p, p.tokens, p.output) for p in prompts]  # type: ignore[arg-type]
         async for request, _ in get_request(requests, rate):
+            if decided:
+                return
             sent.append(mine := Sent(time.perf_counter(), request.prompt))  # type: ignore[arg-type]
             mine.task = asyncio.create_task(one(mine))
         await asyncio.gather(*(s.task for s in sent if s.task), return_exceptions=True)
@@ -125,7 +128,7 @@ async def _run(
                 break
         if sending.done():
             sending.result()  # raises its error, if any
-        now = time.perf_counter()
+        decided, now = True, time.perf_counter()
         for request in sent:
             request.end()
         tasks = [s.task for s in sent if s.task]

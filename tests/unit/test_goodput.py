@@ -188,6 +188,15 @@ def test_a_rate_that_cannot_be_met_is_left_early_and_its_requests_are_cancelled(
     assert search.attainment(found, Targets(0.3, 0.1)) == Attainment(1, 0, 0)
 
 
+def test_nothing_is_sent_once_a_rate_is_decided(tmp_path: Path) -> None:
+    server, prompt = Server(60), workload.Prompt("a", 1, 2)
+    with server.serving() as url:
+        client.run(url, "m", [prompt] * 400, 500.0, Targets(0.2, 0.1), tmp_path / "r.json")
+    kept = json.loads((tmp_path / "r.json").read_text())
+    assert kept["num_prompts"] < 400
+    assert set(kept["errors"]) == {"cut: the run was decided"}
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     from vllm_expertplex.checkpoints.tokenizer import train_tokenizer
@@ -224,11 +233,11 @@ def test_a_workload_may_name_its_first_rate_and_targets() -> None:
 
 def test_systems_are_named_with_layout_and_configuration() -> None:
     assert systems.parse("expertplex").name == "expertplex=1P1D1E"
-    found = systems.parse("expertplex=2P2D2E+tbo_tokens=64+coalesce=false+scheduling=fifo")
+    found = systems.parse("expertplex=2P2D2E+tbo_tokens=64+coalescing=false+moe_scheduling=fifo")
     assert found.ours
     assert found.begin.args[1:] == (
         "2P2D2E",
-        {"tbo_tokens": 64, "coalesce": False, "scheduling": "fifo"},
+        {"tbo_tokens": 64, "coalescing": False, "moe_scheduling": "fifo"},
     )
     assert not systems.parse("chunked-dp").ours
     for wrong in ("chunked", "expertplex+tbo_tokens", "pdd+x=1"):
