@@ -39,6 +39,11 @@ class Load(msgspec.Struct, tag="load"):
     start_s: float
     probes: list[Probe]
 
+    @property
+    def asked(self) -> str:
+        """The workload with its targets: only loads of which both are the same compare."""
+        return f"{self.workload}, {self.ttft:g} s, {1e3 * self.tpot:g} ms"
+
 
 class Speed(msgspec.Struct, tag="speed"):
     """One system with nothing else to do; `figures` are those of `model_speed.measure`."""
@@ -60,20 +65,20 @@ def append(path: Path, record: Record) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
-    """The last of each system and workload, in order of appearance."""
+    """The last of each system, workload and targets, in order of appearance."""
     found: dict[tuple[str, str], Record] = {}
     for path in paths:
         for line in path.read_bytes().splitlines():
             record = msgspec.json.decode(line, type=Record)  # type: ignore[arg-type]
-            found[record.system, getattr(record, "workload", "")] = record
+            found[record.system, record.asked if isinstance(record, Load) else ""] = record
     return list(found.values())
 
 
-def _by_workload(records: Sequence[Record]) -> dict[str, list[Load]]:
+def _by_load(records: Sequence[Record]) -> dict[str, list[Load]]:
     found: dict[str, list[Load]] = {}
     for record in records:
         if isinstance(record, Load):
-            found.setdefault(record.workload, []).append(record)
+            found.setdefault(record.asked, []).append(record)
     return found
 
 
@@ -94,15 +99,14 @@ def show(records: Sequence[Record], console: Console) -> None:
         "rates",
     ):
         table.add_column(column)
-    for workload, loads in _by_workload(records).items():
+    for asked, loads in _by_load(records).items():
         plain = _best(loads, ours=False)
         for x in loads:
             ratio = f"{x.goodput / plain.goodput:.2f}" if plain and plain.goodput else ""
             tried = ", ".join(f"{p.rate:.3g} ({p.attainment.both:.0%})" for p in x.probes)
             fails = "" if x.fails is None else f"{x.fails:.3g}"
-            label = f"{workload}, {x.ttft:g} s, {1e3 * x.tpot:g} ms"
             table.add_row(
-                label, x.system, f"{x.goodput:.3g}", fails, ratio, str(x.kv_tokens), tried
+                asked, x.system, f"{x.goodput:.3g}", fails, ratio, str(x.kv_tokens), tried
             )
         table.add_section()
     console.print(table)
@@ -113,7 +117,7 @@ def rows(records: Sequence[Record]) -> list[Row]:
     it was found from, and speeds.
     """
     table = []
-    for workload, loads in _by_workload(records).items():
+    for asked, loads in _by_load(records).items():
         ours, plain = _best(loads, ours=True), _best(loads, ours=False)
         for x in loads:
             if x is ours or not ours:
@@ -121,18 +125,16 @@ def rows(records: Sequence[Record]) -> list[Row]:
             mine, peer = (x, plain) if x.ours else (ours, x)
             table.append(
                 Row(
-                    *(f"{workload}: goodput, {mine.system}", "req/s", mine.goodput),
+                    *(f"{asked}: goodput, {mine.system}", "req/s", mine.goodput),
                     *(peer and peer.goodput, peer.system if peer else "", None),
                 )
             )
         for x in loads:
-            table.append(
-                Row(f"{workload}: goodput, {x.system}", "req/s", x.goodput, None, "", None)
-            )
-            table.append(Row(f"{workload}: KV, {x.system}", "tokens", x.kv_tokens, None, "", None))
+            table.append(Row(f"{asked}: goodput, {x.system}", "req/s", x.goodput, None, "", None))
+            table.append(Row(f"{asked}: KV, {x.system}", "tokens", x.kv_tokens, None, "", None))
             for p in x.probes:
                 for field in Attainment._fields:
-                    label = f"{workload}: {x.system}, {field} at {p.rate:.4g}/s"
+                    label = f"{asked}: {x.system}, {field} at {p.rate:.4g}/s"
                     table.append(Row(label, "share", getattr(p.attainment, field), None, "", None))
     return table + _speed_rows([r for r in records if isinstance(r, Speed)])
 
@@ -172,7 +174,7 @@ def plot(records: Sequence[Record], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    for workload, loads in _by_workload(records).items():
+    for asked, loads in _by_load(records).items():
         figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), sharey=True)
         for axis, field in zip(axes, Attainment._fields, strict=True):
             for x in loads:
@@ -184,7 +186,8 @@ def plot(records: Sequence[Record], folder: Path) -> None:
             axis.set(title=field, xlabel="requests per second", xscale="log", ylim=(0, 1.05))
         axes[0].set_ylabel("share of requests")
         axes[-1].legend(fontsize="x-small")
-        figure.suptitle(f"{workload}: TTFT {loads[0].ttft:g} s, TPOT {1e3 * loads[0].tpot:g} ms")
+        load = loads[0]
+        figure.suptitle(f"{load.workload}: TTFT {load.ttft:g} s, TPOT {1e3 * load.tpot:g} ms")
         figure.tight_layout()
-        figure.savefig(folder / f"goodput_{re.sub('[^a-z0-9-]', '-', workload.lower())}.png")
+        figure.savefig(folder / f"goodput_{re.sub('[^a-z0-9-]+', '-', asked.lower())}.png")
         plt.close(figure)

@@ -28,6 +28,8 @@ from e2e.server import (
     start,
 )
 
+from vllm_expertplex.serve.placement import visible_gpus
+
 __all__ = ["MODEL_NAME", "Running", "ServerError", "Setup", "System", "interrupt_on_sigterm"]
 
 EXPERTPLEX = "expertplex"
@@ -125,6 +127,7 @@ def _colocated(name: str, chunked: bool, how: str, setup: Setup) -> Iterator[Cal
 def _pdd(setup: Setup) -> Iterator[Callable[[], Running]]:
     """vLLM's prefill-decode disaggregation over NIXL, half the GPUs each; a weight copy on both."""
     half, begun = max(1, setup.gpus // 2), time.monotonic()
+    visible = visible_gpus(setup.gpus)
     options = [*setup.options, *_parallel("tp", half), *setup.plain]
     if setup.gpus:
         # Without expert parallelism vLLM would take Triton's kernels for prefill, too; and NIXL
@@ -139,10 +142,10 @@ def _pdd(setup: Setup) -> Iterator[Callable[[], Running]]:
                 "kv_buffer_device": "cuda" if setup.gpus else "cpu",
                 "kv_connector_extra_config": {"num_threads": 4 if setup.gpus else 0},
             }
-            gpus = range(index * half, (index + 1) * half)
+            gpus = visible[index * half :][:half] or visible  # a single one has both
             environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
             if setup.gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             servers.append(
                 stack.enter_context(
                     start(
@@ -184,7 +187,11 @@ def _proxy(prefill_url: str, decode_url: str, deadline_s: float = 60) -> Iterato
         yield url
     finally:
         proxy.terminate()
-        proxy.wait()
+        try:
+            proxy.wait(10)
+        except subprocess.TimeoutExpired:
+            proxy.kill()  # it waits for requests that nobody will answer
+            proxy.wait(10)
 
 
 PLAIN: dict[str, Callable[[Setup], Starting]] = {

@@ -245,10 +245,10 @@ def test_systems_are_named_with_layout_and_configuration() -> None:
             systems.parse(wrong)
 
 
-def load(system: str, goodput: float, workload: str = "chat") -> results.Load:
+def load(system: str, goodput: float, tpot: float = 0.05) -> results.Load:
     probes = [search.Probe(goodput, Attainment(1, 0.95, 0.92), 50)]
     ours = system.startswith("expertplex")
-    what = system, ours, "a GPU", workload, 1.0, 0.05
+    what = system, ours, "a GPU", "chat", 1.0, tpot
     return results.Load(*what, goodput, goodput * 2, 1000, 60.0, probes)
 
 
@@ -256,6 +256,7 @@ def test_files_of_several_calls_are_merged_into_ratios(tmp_path: Path) -> None:
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     for record in (load("chunked-tp", 3.0), load("chunked-tp", 4.0), load("pdd", 2.0)):
         results.append(first, record)
+    results.append(first, load("chunked-tp", 9.0, tpot=0.2))  # another load: no peer of the others
     figures = {"prefill": 100.0, "decode, 1 requests": 2.0}
     results.append(first, results.Speed("chunked-tp", False, "a GPU", 4, figures, None))
     results.append(second, load("expertplex=1P1D1E", 6.0))
@@ -268,9 +269,9 @@ def test_files_of_several_calls_are_merged_into_ratios(tmp_path: Path) -> None:
     written = json.loads(path.read_text())
     ratios = {(r["name"], r["peer_name"]): r["ratio"] for r in written["rows"] if r["peer_name"]}
     assert written["device"] == "a GPU"
-    assert ratios["chat: goodput, expertplex=1P1D1E", "chunked-tp"] == 1.5
-    assert ratios["chat: goodput, expertplex=1P1D1E", "pdd"] == 3.0
-    assert ratios["chat: goodput, expertplex=1P1D1E+tbo_tokens=9", "chunked-tp"] == 1.25
+    assert ratios["chat, 1 s, 50 ms: goodput, expertplex=1P1D1E", "chunked-tp"] == 1.5
+    assert ratios["chat, 1 s, 50 ms: goodput, expertplex=1P1D1E", "pdd"] == 3.0
+    assert ratios["chat, 1 s, 50 ms: goodput, expertplex=1P1D1E+tbo_tokens=9", "chunked-tp"] == 1.25
     assert ratios["expertplex=1P1D1E: prefill, per layer", "chunked-tp"] == 1.0
     results.plot(records, tmp_path)
-    assert (tmp_path / "goodput_chat.png").stat().st_size > 1000
+    assert (tmp_path / "goodput_chat-1-s-50-ms.png").stat().st_size > 1000
