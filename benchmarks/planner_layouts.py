@@ -40,10 +40,12 @@ PAPER = (
 SCALES = (0.25, 0.35, 0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.15, 1.4, 2.0, 2.8, 4.0)
 ASSUMPTIONS = (
     "ttft_share", "tpot_share", "routing_sigma", "hbm_saturation", "attention_floor_decode",
-    "attention_floor_prefill", "moe_floor", "host_prefill", "host_decode", "runtime_reserve",
-    "prefill_tokens", "decode_slots", "masked_tile",
+    "attention_floor_prefill", "moe_floor", "host_prefill", "runtime_reserve", "prefill_tokens",
+    "decode_slots", "masked_tile",
 )  # fmt: skip
+HOST_DECODE = (0.0, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3, 11.2e-3, 16e-3)  # seconds
 UTILISATION = (0.80, 0.82, 0.84, 0.86, 0.87, 0.88, 0.885, 0.89, 0.895, 0.90, 0.92, 0.95, 1.0)
+ABSOLUTE = {"host_decode": HOST_DECODE, "memory_utilisation": UTILISATION}
 GPU = (
     "efficiency.gemm", "efficiency.hbm", "efficiency.attention", "nvlink_bytes_per_s",
     "rdma_bytes_per_s",
@@ -67,8 +69,8 @@ def pick(d: Deployment, assume: Assumptions, changes: list[str], lengths: tuple[
 def sweep(d: Deployment, name: str) -> list[tuple[float, str]]:
     """(value, layout) over the values tried for one assumption."""
     base = Assumptions()
-    if name == "memory_utilisation":
-        tried = UTILISATION
+    if name in ABSOLUTE:
+        tried = ABSOLUTE[name]
         picks = [pick(d, msgspec.structs.replace(base, **{name: v}), [], d.lengths) for v in tried]
     elif name in ("input length", "output length"):
         index = name == "output length"
@@ -98,7 +100,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     console, rows = Console(), []
-    names = ("input length", "output length", "memory_utilisation", *ASSUMPTIONS, *GPU)
+    names = ("input length", "output length", *ABSOLUTE, *ASSUMPTIONS, *GPU)
     for d in PAPER:
         table = Table(title=f"{d.name}: {d.gpus} x H800 80 GB, paper {d.layout}")
         for column in ("assumption", "default", "holds from", "to", "of those tried", "elsewhere"):

@@ -10,11 +10,18 @@ vLLM's dummy weights, with which a router that has a bias sends every token to t
 whether theirs had one was not recorded.
 
 `layer` rows are what `vllm-expertplex profile` measured on 2026-11-30, with all experts on one GPU
-and even routing.
+and even routing. `served` rows are vLLM and ExpertPlex on two GPUs the same day
+(`results/model_speed-h200-x2.json`: 16 layers, dummy weights without a routing bias, each system
+alone), against the latency model and against the profile. Attention limited to a part of a GPU's
+SMs (MPS) stretches as the simulator's SM partition does: prefill as 1 / share, decode as far as
+bandwidth. vLLM's tensor-parallel GPUs sum their experts' outputs by all-reduce, which counts here
+as dispatch and combine.
 """
 
 import argparse
+import json
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,13 +32,16 @@ from rich.table import Table
 from vllm_expertplex.planner.assumptions import Assumptions
 from vllm_expertplex.planner.hardware import GPUS
 from vllm_expertplex.planner.kernels import DECODE, PREFILL, Roofline
-from vllm_expertplex.planner.latency import Latency
+from vllm_expertplex.planner.latency import Latency, Parts
 from vllm_expertplex.planner.model_configs import load_model
 from vllm_expertplex.planner.models import ModelSpec
 from vllm_expertplex.planner.profile import ProfiledKernels, read_profile
 from vllm_expertplex.planner.routing import MoeLoad, Routing, lognormal_popularity
 
-PROFILE = Path(__file__).parent / "results" / "profile-minimax-m2.7-h200.json"
+RESULTS = Path(__file__).parent / "results"
+PROFILE = RESULTS / "profile-minimax-m2.7-h200.json"
+SERVED = RESULTS / "model_speed-h200-x2.json"
+SERVED_LAYERS, SERVED_CONTEXT, SERVED_STEP = 16, 576, 8192  # 512 and 64 tokens: mean of a decode
 PLAIN = Assumptions(  # DeepGEMM, not APK; random weights route evenly; kernels alone have no host
     apk_prefill_overhead=0.0, apk_decode_overhead=0.0, routing_sigma=0.0
 )
@@ -118,16 +128,93 @@ def engine(rows: list[Row]) -> None:
         rows.append(Row(f"engine: {name}", "ms", seconds * 1e3, measured, "measured", None))
 
 
+class Deployed(NamedTuple):
+    """A system of the `served` rows. SM shares: of the MoE servers, of attention by phase."""
+
+    servers: int
+    tp: int
+    apk: bool  # else DeepGEMM
+    moe: float = 1.0
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+VLLM = "vLLM TP2+EP2"
+DEPLOYED = {
+    VLLM: Deployed(2, 2, False),
+    "1P1D1E": Deployed(1, 1, True, prefill=0.6),
+    "1P1D2E": Deployed(2, 1, True, moe=78 / 132, prefill=54 / 132, decode=54 / 132),
+}
+
+
+def served(rows: list[Row]) -> None:
+    """Decode steps, prefill steps and lone prompts of whole systems, milliseconds."""
+    measured: dict[str, dict[str, float]] = {name: {} for name in DEPLOYED}
+    for row in json.loads(SERVED.read_text())["rows"]:
+        system, _, what = row["name"].partition(": ")
+        if system in measured:
+            measured[system][what] = row["ours"]
+            measured[VLLM][what] = row["peer"]
+    for name, system in DEPLOYED.items():
+        found = measured[name]
+        for source in ("model", "profile"):
+            steps = Served(system, source == "profile")
+            cases = {
+                f"decode of {n}": (steps.decode(n), found[f"decode {n} requests"])
+                for n in (1, 16, 64)
+            }
+            step = SERVED_STEP / found["prefill"] * 1e3
+            cases[f"prefill step of {SERVED_STEP}"] = (steps.prefill(SERVED_STEP), step)
+            for n in (512, 2048):
+                cases[f"TTFT of one prompt of {n}"] = (
+                    steps.prefill(n),
+                    found[f"TTFT of one prompt of {n}"],
+                )
+            for what, (ours, peer) in cases.items():
+                label = f"served: {name}, {what} ({source})"
+                rows.append(Row(label, "ms", ours, peer, "measured", None))
+
+
+class Served:
+    """Iterations of one deployed system, milliseconds, from rates or from the profile."""
+
+    def __init__(self, system: Deployed, profile: bool) -> None:
+        self.system, self.servers = system, np.array([system.servers])
+        model = shortened(SERVED_LAYERS)
+        self.assumptions = Assumptions(routing_sigma=0.0) if system.apk else PLAIN
+        self.latency = build(model, self.assumptions)
+        if profile:
+            rates = Roofline(model, GPUS["h200"], self.assumptions)
+            self.latency.kernels = ProfiledKernels(read_profile(str(PROFILE)), model, rates)
+
+    def prefill(self, tokens: int) -> float:
+        s = self.system
+        parts = self.latency.prefill_step(1, tokens, tokens, self.servers, s.moe, s.tp)
+        return milliseconds(parts, s.prefill)
+
+    def decode(self, batch: int) -> float:
+        s = self.system
+        parts = self.latency.decode_step(batch, SERVED_CONTEXT, batch, self.servers, s.moe, s.tp)
+        return milliseconds(parts, min(1.0, s.decode / self.assumptions.hbm_saturation))
+
+
+def milliseconds(parts: Parts, share: float) -> float:
+    """A step whose attention is stretched to a share of its GPU."""
+    return float(np.squeeze(parts.total + parts.attention * (1 / share - 1))) * 1e3
+
+
 def shortened(layers: int) -> ModelSpec:
     model = load_model("minimax-m2.7")
     attention = (msgspec.structs.replace(model.attention[0], layers=layers),)
     return msgspec.structs.replace(model, attention=attention, moe_layers=layers)
 
 
-def build(model: ModelSpec) -> Latency:
-    routing = Routing(lognormal_popularity(model.experts, PLAIN.routing_sigma), model.top_k, "even")
-    kernels_ = Roofline(model, GPUS["h200"], PLAIN)
-    return Latency(model, GPUS["h200"], kernels_, routing, PLAIN, nodes=1)
+def build(model: ModelSpec, assume: Assumptions = PLAIN) -> Latency:
+    routing = Routing(
+        lognormal_popularity(model.experts, assume.routing_sigma), model.top_k, "even"
+    )
+    kernels_ = Roofline(model, GPUS["h200"], assume)
+    return Latency(model, GPUS["h200"], kernels_, routing, assume, nodes=1)
 
 
 def main() -> None:
@@ -139,11 +226,16 @@ def main() -> None:
     exchange(rows)
     layer(rows)
     engine(rows)
+    served(rows)
     table = Table(title="Latency model (modelled) against H200 measurements")
     for name in ("what", "unit", "modelled", "measured", "ratio", "measurement was used"):
         table.add_column(name, justify="left" if name == "what" else "right")
     for row in rows:
-        used = "no" if row.name.startswith(("engine", "layer")) else "for efficiencies or floors"
+        used = (
+            "no"
+            if row.name.startswith(("engine", "layer", "served"))
+            else "for efficiencies or floors"
+        )
         table.add_row(
             row.name, row.unit, f"{row.ours:.1f}", f"{row.peer:.1f}", f"{row.ratio:.2f}", used
         )

@@ -35,7 +35,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     allreduce_floor: Amount = 8 * US
     rdma_latency: Amount = 5 * US
     host_prefill: Amount = 4e-3
-    host_decode: Amount = 4e-3
+    host_decode: Amount = 0.0
     memory_utilisation: Share = 0.88
     runtime_reserve: Amount = 4 * GB
     graph_reserve: Amount = 1.5 * GB
@@ -68,7 +68,7 @@ REASONS: dict[str, str] = {
     "allreduce_floor": "fixed cost of one tensor-parallel all-reduce",
     "rdma_latency": "one RDMA write or read with its completion",
     "host_prefill": "scheduling and sampling around one prefill iteration",
-    "host_decode": "scheduling and sampling around one decode iteration",
+    "host_decode": "what scheduling adds to a decode iteration: vLLM plans the next while one runs",
     "memory_utilisation": "usable part of GPU memory; 0.88 is the default of SGLang, the base of "
     "the paper's system",
     "runtime_reserve": "context, workspaces and communication state on a MoE GPU",

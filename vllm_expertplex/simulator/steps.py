@@ -134,6 +134,8 @@ class ModelSteps:
                 attention = attention + kernels.decode_attention(each, length, self.tp)
             attention = attention + kernels.head(each + 1, self.tp)
             fullest = key[1] + key[3]
+            reduce = self.latency.network.all_reduce(fullest, self.tp)
+            attention = attention + reduce * self.latency.model.layers
             shared = kernels.shared_experts(fullest, self.tp)
             total = np.array([key[5] + key[6]])
             moe, exchange = self.latency.routed(

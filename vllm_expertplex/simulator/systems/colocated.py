@@ -1,7 +1,7 @@
-"""Colocated serving: every GPU does both phases, data-parallel attention and expert parallelism.
+"""Colocated serving: every GPU does both phases, with expert parallelism over all of them.
 
 Owns: `Colocated`, where a prefill iteration stalls decode, and `Chunked`, where prompt chunks ride
-on decode iterations.
+on decode iterations. Attention is data-parallel over groups of `tp` GPUs.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from vllm_expertplex.planner.setup import Setting
 from vllm_expertplex.simulator.pools import DecodePool
 from vllm_expertplex.simulator.requests import Requests
 from vllm_expertplex.simulator.steps import NOTHING, Knobs, ModelSteps
-from vllm_expertplex.simulator.systems.base import System
+from vllm_expertplex.simulator.systems.base import CannotServe, System
 from vllm_expertplex.simulator.systems.lockstep import admit
 
 
@@ -19,12 +19,17 @@ class Colocated(System):
 
     name = "colocated"
 
-    def __init__(self, setting: Setting, gpus: int, requests: Requests, knobs: Knobs) -> None:
+    def __init__(
+        self, setting: Setting, gpus: int, requests: Requests, knobs: Knobs, tp: int = 1
+    ) -> None:
         super().__init__(setting, gpus, requests, knobs)
+        if gpus % tp:
+            raise CannotServe(f"{self.name}: {gpus} GPUs are no whole groups of {tp}")
         experts_on = min(gpus, setting.model.experts)
-        self.steps = ModelSteps(self.latency, experts_on, knobs=knobs)
+        self.ranks = gpus // tp
+        self.steps = ModelSteps(self.latency, experts_on, tp, knobs=knobs)
         self.pool = DecodePool(
-            requests, gpus, self.kv_tokens(experts_on), setting.assumptions.decode_slots
+            requests, self.ranks, self.kv_tokens(experts_on, tp), setting.assumptions.decode_slots
         )
         self.waiting: deque[int] = deque()
         self.busy = False
@@ -41,7 +46,7 @@ class Colocated(System):
         if self.busy:
             return
         budget = self.setting.assumptions.prefill_tokens
-        batch, work, tokens = admit(self.waiting, self.pool, budget, self.gpus)
+        batch, work, tokens = admit(self.waiting, self.pool, budget, self.ranks)
         if batch:
             self.busy = True
             seconds = self.steps.prefill(work, tokens, 1.0).total
@@ -75,11 +80,12 @@ class Chunked(Colocated):
     name = "chunked"
 
     def __init__(
-        self, setting: Setting, gpus: int, requests: Requests, knobs: Knobs, chunk: int = 2048
-    ) -> None:
-        super().__init__(setting, gpus, requests, knobs)
-        self.per_rank = max(1, chunk // gpus)
-        self.chunking: list[deque[tuple[int, int]]] = [deque() for _ in range(gpus)]
+        self, setting: Setting, gpus: int, requests: Requests, knobs: Knobs, chunk: int = 2048,
+        tp: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(setting, gpus, requests, knobs, tp)
+        self.per_rank = max(1, chunk // self.ranks)
+        self.chunking: list[deque[tuple[int, int]]] = [deque() for _ in range(self.ranks)]
 
     def step(self) -> None:
         """Start the next mixed iteration, if any."""
