@@ -100,6 +100,39 @@ def test_no_gpu_is_only_a_note(monkeypatch):
     assert check.status is Status.NOTE
 
 
+@pytest.mark.parametrize(
+    ("programs", "gpus", "expected"),
+    [
+        ({"nvcc": "12.9", "nvidia-cuda-mps-control": ""}, 1, {"nvcc": "OK", "CUDA MPS": "OK"}),
+        ({"nvcc": "12.4"}, 1, {"nvcc": "MISSING", "CUDA MPS": "MISSING"}),
+        ({"nvcc": "13.0"}, 8, {"nvcc": "OK", "CUDA MPS": "NOTE"}),
+        ({}, 2, {"nvcc": "MISSING", "CUDA MPS": "MISSING"}),
+    ],
+)
+def test_what_gpus_need(monkeypatch, tmp_path, programs, gpus, expected):
+    with_installed(monkeypatch, vllm="0.32.0")
+    programs = programs | {"nvidia-smi": "\n".join(["NVIDIA H200, 143771 MiB"] * gpus)}
+    for name, says in programs.items():
+        text = f"Cuda compilation tools, release {says}, V{says}.1" if name == "nvcc" else says
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor.nvcc, "_TOOLKIT", str(tmp_path))
+    found = {check.name: check for check in doctor.gpu()}
+    assert found.pop("GPU").status is Status.OK
+    assert {name: check.status.name for name, check in found.items()} == expected
+    assert all(bool(check.remedy) == (check.status is not Status.OK) for check in found.values())
+
+
+def test_a_cpu_build_needs_nothing_for_gpus(monkeypatch, tmp_path):
+    with_installed(monkeypatch, vllm="0.32.0+cpu")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (check,) = doctor.gpu()
+    assert check.status is Status.NOTE
+
+
 def test_import_error_is_the_last_line_of_the_traceback():
     assert doctor.import_error("json") is None
     error = doctor.import_error("no_such_module")

@@ -8,6 +8,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,7 +24,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_expertplex.cuda import nvcc
 from vllm_expertplex.plugin import SUPPORTED
+from vllm_expertplex.serve import mps
 
 HELP = "say what is missing on this machine, and how to get it"
 
@@ -244,6 +247,36 @@ def gpu() -> Iterator[Check]:
         Status.NOTE if cpu_build else Status.OK,
         f"{len(names)} x {names[0]}",
         "this vLLM is a CPU build and does not use it" if cpu_build else "",
+    )
+    if not cpu_build:
+        yield from gpu_tools(len(names))
+
+
+def gpu_tools(gpus: int) -> Iterator[Check]:
+    """What servers on GPUs need beside vLLM."""
+    if error := import_error("cuda.bindings.driver"):
+        to_do = to_do_about(error, "pip install 'vllm-expertplex[cuda]'")
+        yield Check("CUDA for Python", Status.MISSING, error, to_do)
+    try:
+        asked = subprocess.run(
+            [nvcc.find_nvcc(), "--version"], capture_output=True, text=True, timeout=30
+        )
+        release = re.search(r"release (\d+)\.(\d+)", asked.stdout)
+        old = release is None or tuple(map(int, release.groups())) < nvcc.OLDEST
+        found = release[0] if release else "tells no release"
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        old, found = True, str(error)
+    to_do = f"kernels are compiled by nvcc of CUDA {'.'.join(map(str, nvcc.OLDEST))} or newer"
+    yield Check("nvcc", Status.MISSING if old else Status.OK, found, to_do if old else "")
+    if control := shutil.which(mps.CONTROL):
+        yield Check("CUDA MPS", Status.OK, control)
+        return
+    # The smallest layout has three servers: with fewer GPUs some share one.
+    yield Check(
+        "CUDA MPS",
+        Status.MISSING if gpus < 3 else Status.NOTE,
+        f"no {mps.CONTROL}",
+        "servers that share a GPU run on it through MPS, which comes with the NVIDIA driver",
     )
 
 

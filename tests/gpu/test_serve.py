@@ -1,5 +1,5 @@
 """`vllm serve --executor expertplex` on GPUs answers as plain vLLM does, but for rounding. One GPU
-is enough: all servers then take turns on it.
+is enough: all servers then share it.
 """
 
 from __future__ import annotations

@@ -16,17 +16,19 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
 
 
-def test_the_daemon_gets_folders_of_the_run(
+def test_the_daemon_gets_folders_of_the_run_and_sees_all_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = (
-        'echo "$1 $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY" > "$CUDA_MPS_LOG_DIRECTORY/t"'
+        'echo "$1 $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY ${CUDA_VISIBLE_DEVICES-all}" '
+        '> "$CUDA_MPS_LOG_DIRECTORY/t"'
     )
     daemon(tmp_path, monkeypatch, told)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     mps.start(tmp_path)
     pipes, logs = tmp_path / "mps", tmp_path / "mps-log"
     assert pipes.is_dir()
-    assert (logs / "t").read_text() == f"-d {pipes} {logs}\n"
+    assert (logs / "t").read_text() == f"-d {pipes} {logs} all\n"
 
 
 def test_a_daemon_that_does_not_start_says_why(

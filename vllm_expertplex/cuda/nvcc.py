@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+OLDEST = (12, 9)  # release that compiles the kernels
 _TOOLKIT = "/usr/local/cuda/bin"
 FLAGS = ("-std=c++20", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3")
 
@@ -22,7 +23,8 @@ def find_nvcc() -> str:
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=_TOOLKIT)
     if nvcc is None:
         raise RuntimeError(
-            f"nvcc not found on PATH or in {_TOOLKIT}: install the CUDA toolkit, 12.9 or newer"
+            f"nvcc not found on PATH or in {_TOOLKIT}: install the CUDA toolkit, "
+            f"{'.'.join(map(str, OLDEST))} or newer"
         )
     return nvcc
 

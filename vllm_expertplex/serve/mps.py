@@ -1,4 +1,4 @@
-"""NVIDIA's Multi-Process Service for one run: attention servers that share a GPU run on it at once.
+"""NVIDIA's Multi-Process Service for one run: servers that share a GPU run on it at once.
 
 Owns: starting its daemon. Must not know: which servers use it.
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_expertplex.serve.placement import mps_pipes
 
-_CONTROL = "nvidia-cuda-mps-control"
+CONTROL = "nvidia-cuda-mps-control"
 _START_S = 30.0
 
 
@@ -22,11 +22,11 @@ def start(run_dir: Path) -> None:
 
     Raises RuntimeError where there is none, or it does not start.
     """
-    control = shutil.which(_CONTROL)
+    control = shutil.which(CONTROL)
     if control is None:
         raise RuntimeError(
-            f"{_CONTROL} not found: several attention servers share a GPU through it. It comes "
-            "with the NVIDIA driver; or use a GPU per server, see --expertplex-layout"
+            f"{CONTROL} not found: servers share a GPU through it. It comes with the NVIDIA "
+            "driver; or use a GPU per server, see --expertplex-layout"
         )
     pipes, logs = mps_pipes(run_dir), run_dir / "mps-log"
     pipes.mkdir()
