@@ -6,7 +6,6 @@ Rows are whole pages, so each engine's own part stays where it lies. One GPU is 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,17 +89,20 @@ def _walk(rank: int, folder: Path) -> dict[str, int]:
     return {"wrong": int(wrong), "gathered": counters.gathered_bytes}
 
 
-def test_every_layer_is_whole_in_its_turn(tmp_path: Path) -> None:
+def test_every_layer_is_whole_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    from vllm_expertplex.serve.placement import visible_gpus
+
+    gpus = visible_gpus(torch.cuda.device_count())
     context = multiprocessing.get_context("spawn")
     meet, results = context.Barrier(ENGINES), context.Queue()
     processes = []
     for rank in range(ENGINES):
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank % torch.cuda.device_count())
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[rank % len(gpus)])
         processes.append(context.Process(target=_engine, args=(rank, tmp_path, meet, results)))
         processes[-1].start()
-    del os.environ["CUDA_VISIBLE_DEVICES"]
+    monkeypatch.undo()
     try:
         found = dict(results.get(timeout=2 * _DEADLINE_S) for _ in processes)
     finally:

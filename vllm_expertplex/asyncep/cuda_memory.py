@@ -20,8 +20,8 @@ from vllm_expertplex.asyncep.pages import (
     PageServer,
     allocate,
     mapped,
+    open_pages,
     page_size,
-    received,
 )
 from vllm_expertplex.cuda.driver import check
 
@@ -149,7 +149,7 @@ class CudaMemory:
 
     def open(self, path: Path) -> Span:
         offer = msgspec.msgpack.decode(path.read_bytes(), type=_Offer)
-        pages = received(path.with_name(offer.socket), path.name)
+        pages = open_pages(path.with_name(offer.socket), path.name)
         return Span(mapped([pages]), offer.size, (pages,))
 
     def buffer(self, size: int) -> Span:

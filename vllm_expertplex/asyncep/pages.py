@@ -3,25 +3,20 @@
 Owns: allocating, mapping, and handing pages to peers. Must not know: what lies in them.
 
 CUDA's virtual memory management: an allocation is exported as a file descriptor, which goes to
-peers over a Unix socket; whoever imports it keeps the memory alive.
+peers (`descriptors.py`); whoever imports it keeps the memory alive.
 """
 
 import os
-import socket
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cuda.bindings import driver as cu
-from vllm.logger import init_logger
 
+from vllm_expertplex.asyncep.descriptors import DescriptorServer, received
 from vllm_expertplex.cuda.driver import check
 
-logger = init_logger(__name__)
-
 _DESCRIPTOR = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_TIMEOUT_S = 30.0
 
 
 class Pages(NamedTuple):
@@ -80,56 +75,32 @@ class PageServer:
         self.path = path
         self._offered: dict[str, Pages] = {}
         self._context = check(cu.cuCtxGetCurrent(), "finding the CUDA context")
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind(str(path))
-        self._socket.listen(128)
-        threading.Thread(target=self._serve, name="asyncep-pages", daemon=True).start()
+        self._server = DescriptorServer(path, self._export)
 
     def offer(self, name: str, pages: Pages) -> None:
         self._offered[name] = pages
 
-    def _serve(self) -> None:
+    def _export(self, name: str) -> tuple[str, int]:
+        # A thread has a context of its own.
         check(cu.cuCtxSetCurrent(self._context), "setting the CUDA context")
-        while True:
-            connection, _ = self._socket.accept()
-            with connection:
-                connection.settimeout(_TIMEOUT_S)
-                try:
-                    self._answer(connection)
-                except (OSError, RuntimeError, KeyError) as error:
-                    logger.warning("AsyncEP: a peer asked for GPU memory and got none: %r", error)
-
-    def _answer(self, connection: socket.socket) -> None:
-        pages = self._offered[connection.recv(4096).decode()]
-        descriptor = int(
-            check(cu.cuMemExportToShareableHandle(pages.handle, _DESCRIPTOR, 0), "exporting pages")
+        pages = self._offered[name]
+        descriptor = check(
+            cu.cuMemExportToShareableHandle(pages.handle, _DESCRIPTOR, 0), "exporting pages"
         )
-        try:
-            socket.send_fds(connection, [str(pages.size).encode()], [descriptor])
-        finally:
-            os.close(descriptor)
+        return str(pages.size), int(descriptor)
 
 
-def received(path: Path, name: str) -> Pages:
+def open_pages(path: Path, name: str) -> Pages:
     """The pages offered under `name` by the process whose socket is at `path`.
 
     Raises RuntimeError where that process is gone, or its GPU cannot be reached from the current.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_TIMEOUT_S)
-        try:
-            connection.connect(str(path))
-            connection.send(name.encode())
-            size, descriptors, _, _ = socket.recv_fds(connection, 64, 1)
-        except OSError as error:
-            raise RuntimeError(f"asking {path} for the GPU memory {name}: {error}") from None
-    if not descriptors:
-        raise RuntimeError(f"{path} did not hand out the GPU memory {name}: see its engine's log")
+    size, descriptor = received(path, name)
     try:
         handle = check(
-            cu.cuMemImportFromShareableHandle(descriptors[0], _DESCRIPTOR),
-            f"opening {int(size)} B of another process' GPU memory",
+            cu.cuMemImportFromShareableHandle(descriptor, _DESCRIPTOR),
+            f"opening {size} B of another process' GPU memory",
         )
     finally:
-        os.close(descriptors[0])
+        os.close(descriptor)
     return Pages(handle, int(size))
