@@ -1,6 +1,6 @@
-"""Where the experts of a layer lie: in one engine's shard, and in a buffer that holds them all.
+"""Where the experts of a layer lie: in one engine's shard, and in a whole layer.
 
-Owns: the layout of shards and buffers, the record by which peers find shards.
+Owns: the layout of both, the record by which peers find shards.
 Must not know: vLLM, threads, kinds of memory.
 
 A layer is one or more *pieces*, each some of its parameters. A shard is one block per piece, which

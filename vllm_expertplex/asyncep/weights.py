@@ -1,4 +1,4 @@
-"""The expert weights of one engine: its shard, its peers' shards, and the buffers between.
+"""The expert weights of one engine: its shard, its peers' shards, and the rooms between.
 
 Owns: putting a loaded model's experts into the shard, and gathering layers from all shards.
 Must not know: vLLM's workers, requests, how bytes are copied.

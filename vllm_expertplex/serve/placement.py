@@ -5,10 +5,9 @@ servers do, CUDA.
 
 With enough GPUs for the ranks of an attention server beside the MoE servers, those take the last
 ones, one each and for themselves, and attention servers the first ones, in turn, one for each rank.
-With fewer, each kind goes over all GPUs in turn. Servers
-that share a GPU do so through MPS: a MoE server holds a share of its SMs for as long as it runs,
-and prefill is limited to a share of the others where other attention servers need them, too
-(priorities alone do not protect decode).
+With fewer, each kind goes over all GPUs in turn. Servers that share a GPU do so through MPS: a MoE
+server holds a share of its SMs for as long as it runs, and prefill is limited to a share of the
+others where other attention servers need them, too (priorities alone do not protect decode).
 """
 
 import os
@@ -46,7 +45,6 @@ def place(
     """Server name -> place, for the GPUs with these ids. Raises ValueError where there are too few.
 
     `ranks`: of an attention server, each on a GPU of its own. They take GPUs in runs.
-
     `moe_sm_percent`: of a GPU's SMs, for the MoE servers that share it with attention servers;
     `prefill_sm_percent`: of what these leave.
     """

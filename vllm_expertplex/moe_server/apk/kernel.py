@@ -59,6 +59,11 @@ class PersistentKernel:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.clusters = clusters or self.sms // 2
+        if not self.clusters:
+            raise RuntimeError(
+                f"this process may use {self.sms} SM of its GPU, and the kernel runs on pairs of "
+                "them: raise moe_sm_percent, or put fewer MoE servers on a GPU"
+            )
         self._module = Module(cubin or kernel_path(shape))
         sizes = self._module.words("expertplex_apk_sizes")
         for index, struct in _MIRRORED.items():
