@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from vllm_expertplex.planner.assumptions import Assumptions
 from vllm_expertplex.planner.cli import find_plan
 from vllm_expertplex.planner.setup import setting
 from vllm_expertplex.simulator.metrics import estimate
@@ -168,3 +169,26 @@ def test_tensor_parallel_attention_is_refused_where_heads_run_out(m2) -> None:
     requests = poisson(m2[0].workload, 5.0, 20, seed=0)
     with pytest.raises(CannotServe, match="64 cannot share 48 heads"):
         build("green-context", m2[0], 64, requests, Knobs())
+
+
+@pytest.mark.parametrize("mode", ["colocated", "chunked"])
+def test_a_tensor_parallel_group_is_one_rank_with_shorter_iterations(mode: str) -> None:
+    given = setting("minimax-m2.7", "h200", "sharegpt", 1, 0.05)
+    alone, grouped = (poisson(given.workload, 1.0, 1, seed=0) for _ in range(2))
+    build(mode, given, 2, alone, Knobs()).run(1e6)
+    system = build(mode, given, 2, grouped, Knobs(), tp=2)
+    system.run(1e6)
+    assert len(system.pool.count) == 1  # type: ignore[attr-defined]
+    assert grouped.tpot[0] < alone.tpot[0]
+    with pytest.raises(CannotServe, match="2 GPUs are no whole groups of 4"):
+        build(mode, given, 2, grouped, Knobs(), tp=4)
+
+
+def test_a_mixed_iteration_pays_for_its_all_reduces() -> None:
+    totals = []
+    for floor in (0.0, 1e-3):
+        assumed = Assumptions(allreduce_floor=floor)
+        given = setting("minimax-m2.7", "h200", "sharegpt", 1, 0.05, assumed)
+        steps = ModelSteps(given.latency(2), 2, tp=2)
+        totals.append(steps.mixed(Work(512, 512**2), 4, 600, 512, 4).total)
+    assert totals[1] - totals[0] == pytest.approx(62 * 1e-3)
