@@ -1,5 +1,6 @@
 """What a runner is told so that the halves of a step are computed apart."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,14 @@ def metadata_of_halves(runner: Any, halves: tuple[int, int]) -> list[dict[str, i
         found.append(builder.build(tokens))
         kept[0] = found[-1]
     return found
+
+
+def test_vllm_asks_the_builder_whether_metadata_may_serve_again() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    rule = inspect.getsource(GPUModelRunner._build_attention_metadata)
+    assert "and builder.supports_update_block_table" in rule
+    assert "attn_group.get_metadata_builder(ubid or 0)" in rule
 
 
 def test_each_half_gets_metadata_of_its_own() -> None:
