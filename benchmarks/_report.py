@@ -26,8 +26,12 @@ class Row:
             self.ratio = self.ours / self.peer
 
 
-def write(benchmark: str, rows: list[Row], path: str | None) -> None:
-    """Write `rows` with device, commit and command, unless no path is given."""
+def write(
+    benchmark: str, rows: list[Row], path: str | Path | None, measured_on: str | None = None
+) -> None:
+    """Write `rows` with device (`measured_on`, else this machine's), commit and command, unless no
+    path is given.
+    """
     if path is None:
         return
     commit = subprocess.run(
@@ -38,7 +42,7 @@ def write(benchmark: str, rows: list[Row], path: str | None) -> None:
             {
                 "benchmark": benchmark,
                 "date": datetime.date.today().isoformat(),
-                "device": _device(),
+                "device": measured_on or device(),
                 "commit": commit,
                 "command": " ".join(["python", *sys.argv]),
                 "rows": [asdict(row) for row in rows],
@@ -49,7 +53,7 @@ def write(benchmark: str, rows: list[Row], path: str | None) -> None:
     )
 
 
-def _device() -> str:
+def device() -> str:
     """The GPUs of a benchmark that used some, else the processor."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

@@ -116,6 +116,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("to measure a model, give --system, --workload and --out")
     if not (options.model or options.merge):
         parser.error("give a model to measure, or --merge files to report")
+    if unknown := set(options.speed) - {system.name for system in options.systems}:
+        parser.error(f"--speed {', '.join(unknown)}: give it as --system, too")
     if options.together and any(system.ours for system in options.systems):
         parser.error("--together: ExpertPlex shares its GPUs with no other deployment")
     return options

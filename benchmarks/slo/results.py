@@ -6,19 +6,15 @@ a machine and a model are merged by reading their files together.
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import model_speed
 import msgspec
 import step_profile
 from _report import Row
+from _report import write as report
 from rich.console import Console
 from rich.table import Table
 from slo.search import SHARE, Attainment, Probe
@@ -154,17 +150,8 @@ def _speed_rows(speeds: Sequence[Speed]) -> list[Row]:
 
 def write(records: Sequence[Record], path: Path) -> None:
     """The rows, with the device they were measured on."""
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    result = {
-        "benchmark": "goodput",
-        "date": datetime.date.today().isoformat(),
-        "device": ", ".join(dict.fromkeys(record.device for record in records)),
-        "commit": commit,
-        "command": " ".join(["python", *sys.argv]),
-        "rows": [asdict(row) for row in rows(records)],
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    devices = ", ".join(dict.fromkeys(record.device for record in records))
+    report("goodput", rows(records), path, devices)
 
 
 def plot(records: Sequence[Record], folder: Path) -> None:

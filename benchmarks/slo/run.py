@@ -19,7 +19,7 @@ from typing import TypeVar
 import httpx
 import model_speed
 import step_profile
-from _report import _device
+from _report import device
 from slo import client, results, search, systems, workload
 from transformers import AutoTokenizer
 
@@ -42,7 +42,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, setup: systems.Setup) -> None:
         self.setup = setup
         self.file = setup.logs / "measured.jsonl"
-        self._device = _device()
+        self._device = device()
         config = json.loads((setup.model / "config.json").read_text())
         self._layers = int(config["num_hidden_layers"])
         self._options = options
