@@ -58,13 +58,13 @@ class Deployment:
         self.engines: list[AsyncMPClient] = []
         self.records: dict[str, ServerRecord] = {}
         self.lost: set[str] = set()
+        _check_model(vllm_config, self.config)
         self.configs = [_role_config(vllm_config, settings, s) for s in self._attention]
         for server, config in zip(self._attention, self.configs, strict=True):
             if self.says_what_it_caches(server):
                 config.kv_events_config = kv_events.publishing(self.run_dir, server)
         if not current_platform.is_cpu():
             gpu.prepare(self.run_dir, self.config, self._attention, self.configs)
-        _check_model(vllm_config, self.config)
         self._failure: str | None = None
         self._stopping = False
         self._on_failure: Callable[[], None] | None = None

@@ -11,8 +11,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_expertplex.config import ExpertPlexConfig
-from vllm_expertplex.layout import PREFILL, Server
+from vllm_expertplex.layout import PREFILL, Layout, Server
 from vllm_expertplex.serve import mps
+from vllm_expertplex.serve.gpu_memory import attention_shares, moe_bytes
 from vllm_expertplex.serve.placement import Place, place, visible_gpus, write_places
 
 logger = init_logger(__name__)
@@ -42,16 +43,28 @@ def prepare(
             config.moe_sm_percent,
             enough,
         )
+    shares = _memory_shares(config.parsed_layout, places, vllm_configs[0])
     write_places(run_dir, places)
     if any(where.mps for where in places.values()):
         mps.start(run_dir)
     for server, vllm_config in zip(attention, vllm_configs, strict=True):
-        _fit(vllm_config, server, places[server.name])
+        _fit(vllm_config, server, shares[server.name])
 
 
-def _fit(config: VllmConfig, server: Server, where: Place) -> None:
+def _memory_shares(
+    layout: Layout, places: dict[str, Place], vllm_config: VllmConfig
+) -> dict[str, float]:
+    """Attention server name -> its part of its GPU's memory."""
+    part = 0.0
+    if any(places[moe.name].servers > 1 for moe in layout.moe_servers):
+        part = moe_bytes(vllm_config, layout) / current_platform.get_device_total_memory()
+    utilization = vllm_config.cache_config.gpu_memory_utilization
+    return attention_shares(layout, places, part, utilization)
+
+
+def _fit(config: VllmConfig, server: Server, memory_share: float) -> None:
     """Settings of one attention server that follow from its role and place."""
-    config.cache_config.gpu_memory_utilization /= where.servers
+    config.cache_config.gpu_memory_utilization = memory_share
     if server.role == PREFILL:
         # Graphs replay batches of known small sizes; prefill's are large and of any size.
         config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE

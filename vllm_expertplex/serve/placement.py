@@ -34,6 +34,10 @@ class Place(msgspec.Struct, frozen=True):
     mps: bool = False
     sm_percent: int = 100  # of the GPU's SMs, under MPS
 
+    @property
+    def gpus(self) -> list[str]:
+        return self.gpu.split(",")
+
 
 def place(
     layout: Layout,
