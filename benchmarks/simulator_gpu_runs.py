@@ -15,7 +15,7 @@ and even routing. `served` rows are vLLM and ExpertPlex on two GPUs the same day
 alone), against the latency model and against the profile. Attention limited to a part of a GPU's
 SMs (MPS) stretches as the simulator's SM partition does: prefill as 1 / share, decode as far as
 bandwidth. vLLM's tensor-parallel GPUs sum their experts' outputs by all-reduce, which counts here
-as dispatch and combine.
+as dispatch and combine of each GPU's share.
 """
 
 import argparse

@@ -184,7 +184,11 @@ def draw(folder: str, knobs: dict[str, Knobs], label: str) -> None:
 
     figure = FIGURES[0]
     given = setting(figure.model, "h800", figure.workload, figure.ttft, figure.tpot)
-    axis = (1, 2, 3, 4, 6, 8, 10, 12, 15, 20) if knobs else (2, 5, 10, 20, 30, 45, 60, 80, 100)
+    axis = (
+        (1, 2, 3, 4, 6, 8, 10, 12, 15, 20)
+        if knobs
+        else (2, 5, 10, 20, 40, 60, 80, 100, 140, 180, 220)
+    )
     curves = {
         mode: [simulate(case(figure, given, mode, knobs.get(mode, Knobs()), None), rate, 0)
                for rate in axis]

@@ -72,3 +72,15 @@ def test_the_hierarchical_path_crosses_nodes_once() -> None:
     direct = network.exchange(1000.0, 3000.0, spread, servers, hierarchical=False)
     hierarchical = network.exchange(1000.0, 3000.0, spread, servers, hierarchical=True)
     assert hierarchical[0] < direct[0]
+
+
+def test_a_tensor_parallel_group_divides_what_its_gpus_send() -> None:
+    latency = M2.latency(8)
+    group = latency.prefill_step(1, 4096, 4096, E4, 1.0, tp=2)
+    two = latency.prefill_step(1, 2048, 4096, E4, 1.0)
+    assert group.exchange == pytest.approx(two.exchange)
+    group, two = (
+        latency.decode_step(64, 500, 64, E4, 1.0, 2),
+        latency.decode_step(32, 500, 64, E4, 1.0),
+    )
+    assert group.exchange == pytest.approx(two.exchange)

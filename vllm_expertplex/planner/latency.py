@@ -87,7 +87,7 @@ class Latency:
         shared = self.kernels.shared_experts(each * length, tp)
         half = 2.0 if overlap == TBO else 1.0  # micro-batches
         moe, exchange = self.routed(
-            PREFILL, each * length, tokens, servers, sms, rounds * half, hierarchical=True
+            PREFILL, each * length / tp, tokens, servers, sms, rounds * half, hierarchical=True
         )
         host = self.assumptions.host_prefill
         return overlapped(overlap, attention + reduce, shared, exchange, moe, host)
@@ -122,7 +122,9 @@ class Latency:
         attention = attention + self.kernels.head(each, tp)
         reduce = self.network.all_reduce(each / half, tp) * half * self.model.layers
         shared = self.kernels.shared_experts(each / half, tp) * half
-        moe, exchange = self.routed(DECODE, each, batch, servers, sms, half, hierarchical=False)
+        moe, exchange = self.routed(
+            DECODE, each / tp, batch, servers, sms, half, hierarchical=False
+        )
         host = self.assumptions.host_decode
         return overlapped(overlap, attention + reduce, shared, exchange, moe, host)
 
@@ -147,7 +149,10 @@ class Latency:
         rounds: Number,
         hierarchical: bool,
     ) -> tuple[Number, Number]:
-        """(MoE time, exchange time) of all layers, the tokens going in `rounds` equal parts."""
+        """(MoE time, exchange time) of all layers, the tokens going in `rounds` equal parts.
+
+        per_source: tokens that the fullest attention GPU sends; a group of GPUs divides its own.
+        """
         a = self.assumptions
         tile = a.contiguous_tile if phase == PREFILL else a.masked_tile
         load = self.routing.load(servers, np.asarray(tokens / rounds), tile)

@@ -139,7 +139,7 @@ class ModelSteps:
             shared = kernels.shared_experts(fullest, self.tp)
             total = np.array([key[5] + key[6]])
             moe, exchange = self.latency.routed(
-                PREFILL, fullest, total, self.servers, 1.0, 1.0, hierarchical=True
+                PREFILL, fullest / self.tp, total, self.servers, 1.0, 1.0, hierarchical=True
             )
             host = assume.host_prefill
             parts = overlapped(NO_OVERLAP, attention, shared, exchange, moe, host)
