@@ -29,16 +29,13 @@ class _Attention:
 
     vllm_config: Any
     parallel_config: Any
+    _me: Server  # from when the executor starts
 
     def _init_executor(self) -> None:
         settings = ServerSettings.from_additional_config(self.vllm_config.additional_config)
         if settings is None:
             raise RuntimeError("ExpertPlexExecutor runs only under --executor expertplex")
-        # The KV connector reads its port from the environment. It must differ per engine, and must
-        # not be in the configuration, which is hashed into the compile cache.
-        me = Server(settings.role, settings.rank)
-        port = read_ports(run_dir())[me.name]
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        self._me = me = Server(settings.role, settings.rank)
         self.parallel_config.worker_cls = (
             "vllm_expertplex.executor.cpu_worker.AttentionCPUWorker"
             if current_platform.is_cpu()
@@ -47,6 +44,14 @@ class _Attention:
         with errors_written(run_dir(), me):
             placement.take(run_dir(), me)
             super()._init_executor()  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self) -> None:
+        """Then vLLM makes the scheduler, and with it the KV connector, which reads its port from
+        the environment. The port is another one in every start, and vLLM would compile a model
+        again that it has compiled with another port in the environment.
+        """
+        super().compile_or_warm_up_model()  # type: ignore[misc]
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(read_ports(run_dir())[self._me.name])
 
 
 class ExpertPlexExecutor(_Attention, UniProcExecutor):

@@ -48,7 +48,7 @@ def prepare(
     if any(where.mps for where in places.values()):
         mps.start(run_dir)
     for server, vllm_config in zip(attention, vllm_configs, strict=True):
-        _fit(vllm_config, server, shares[server.name])
+        fit(vllm_config, server, shares[server.name])
 
 
 def _memory_shares(
@@ -62,9 +62,16 @@ def _memory_shares(
     return attention_shares(layout, places, part, utilization)
 
 
-def _fit(config: VllmConfig, server: Server, memory_share: float) -> None:
+def fit(config: VllmConfig, server: Server, memory_share: float) -> None:
     """Settings of one attention server that follow from its role and place."""
     config.cache_config.gpu_memory_utilization = memory_share
+    compilation = config.compilation_config
     if server.role == PREFILL:
-        # Graphs replay batches of known small sizes; prefill's are large and of any size.
-        config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        # Graphs replay batches of known small sizes; prefill's are large and of any size. Where
+        # vLLM itself decides against graphs, it drops their sizes, too.
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [], 0
+    elif compilation.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE:
+        # vLLM's default, whose second half is for steps with prompts in them. Here only a lost
+        # prompt is computed again by decode, too rarely for a graph per layer and size.
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
