@@ -49,7 +49,9 @@ def test_no_gpu_is_promised_more_than_it_may_give(
 
 def test_experts_that_fill_the_gpu_are_named() -> None:
     places = place(Layout(1, 1, 2), ["7"], 60, 60)
-    with pytest.raises(ValueError, match=r"GPU 7: 2 MoE servers need 50% .*utilization 0\.9.*GPUs"):
+    with pytest.raises(
+        ValueError, match=r"GPU 7 is to hold 2 .* need 50% .*utilization 0\.9.*GPUs"
+    ):
         attention_shares(Layout(1, 1, 2), places, 0.5, 0.9)
 
 
