@@ -50,8 +50,8 @@ def attention_shares(
     for gpu, part in left.items():
         if part <= 0:
             raise ValueError(
-                f"GPU {gpu} is to hold {experts[gpu]} of the MoE servers, which need {moe_part:.0%} "
-                f"of its memory each; that leaves attention servers nothing of --gpu-memory-utilization "
-                f"{utilization:g}: raise it, or use more GPUs"
+                f"GPU {gpu} is to hold {experts[gpu]} of the MoE servers, which need "
+                f"{moe_part:.0%} of its memory each; that leaves attention servers nothing of "
+                f"--gpu-memory-utilization {utilization:g}: raise it, or use more GPUs"
             )
     return {s.name: min(left[g] for g in places[s.name].gpus) for s in layout.attention_servers}
