@@ -14,8 +14,7 @@ and even routing. `served` rows are vLLM and ExpertPlex on two GPUs the same day
 (`results/model_speed-h200-x2.json`: 16 layers, dummy weights without a routing bias, each system
 alone), against the latency model and against the profile. Attention limited to a part of a GPU's
 SMs (MPS) stretches as the simulator's SM partition does: prefill as 1 / share, decode as far as
-bandwidth. vLLM's tensor-parallel GPUs sum their experts' outputs by all-reduce, which counts here
-as dispatch and combine of each GPU's share.
+bandwidth.
 """
 
 import argparse
@@ -106,14 +105,17 @@ def engine(rows: list[Row]) -> None:
     """vLLM iterations on two GPUs, milliseconds: a TP 2 attention group, experts on both."""
     both = np.array([2])
 
-    def prefill(layers: int, count: int, length: int) -> float:
+    def group(layers: int) -> Latency:
         latency = build(shortened(layers))
-        return float(
-            np.squeeze(latency.prefill_step(count, length, count * length, both, 1.0, 2).total)
-        )
+        latency.as_one_group(2)
+        return latency
+
+    def prefill(layers: int, count: int, length: int) -> float:
+        step = group(layers).prefill_step
+        return float(np.squeeze(step(count, length, count * length, both, 1.0, 2).total))
 
     def decode(layers: int, batch: int, length: int) -> float:
-        step = build(shortened(layers)).decode_step
+        step = group(layers).decode_step
         return float(np.squeeze(step(batch, length, batch, both, 1.0, 2).total))
 
     cases = (
@@ -183,6 +185,8 @@ class Served:
         model = shortened(SERVED_LAYERS)
         self.assumptions = Assumptions(routing_sigma=0.0) if system.apk else PLAIN
         self.latency = build(model, self.assumptions)
+        if system.tp > 1:
+            self.latency.as_one_group(system.tp)
         if profile:
             rates = Roofline(model, GPUS["h200"], self.assumptions)
             self.latency.kernels = ProfiledKernels(read_profile(str(PROFILE)), model, rates)

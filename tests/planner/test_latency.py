@@ -84,3 +84,17 @@ def test_a_tensor_parallel_group_divides_what_its_gpus_send() -> None:
         latency.decode_step(32, 500, 64, E4, 1.0),
     )
     assert group.exchange == pytest.approx(two.exchange)
+
+
+def test_a_gpu_with_all_experts_exchanges_nothing() -> None:
+    latency = M2.latency(1)
+    latency.as_one_group(1)
+    assert latency.prefill_step(1, 512, 512, np.array([1]), 1.0).exchange == 0
+
+
+def test_an_all_reduce_between_nodes_shares_their_links() -> None:
+    """Slower than within a node, faster than if one NIC carried everything."""
+    network, tokens = M2.latency(16).network, 8192.0
+    within, between = (network.all_reduce(tokens, gpus) for gpus in (8, 16))
+    everything = tokens * M2.model.hidden * 2 / M2.gpu.rdma
+    assert within <= between < everything

@@ -172,14 +172,14 @@ def test_tensor_parallel_attention_is_refused_where_heads_run_out(m2) -> None:
 
 
 @pytest.mark.parametrize("mode", ["colocated", "chunked"])
-def test_a_tensor_parallel_group_is_one_rank_with_shorter_iterations(mode: str) -> None:
+def test_a_tensor_parallel_group_is_one_rank_that_divides_a_prompt(mode: str) -> None:
     given = setting("minimax-m2.7", "h200", "sharegpt", 1, 0.05)
-    alone, grouped = (poisson(given.workload, 1.0, 1, seed=0) for _ in range(2))
+    alone, grouped = (Requests(np.zeros(1), np.array([8000]), np.array([2])) for _ in range(2))
     build(mode, given, 2, alone, Knobs()).run(1e6)
     system = build(mode, given, 2, grouped, Knobs(), tp=2)
     system.run(1e6)
     assert len(system.pool.count) == 1  # type: ignore[attr-defined]
-    assert grouped.tpot[0] < alone.tpot[0]
+    assert grouped.ttft[0] < alone.ttft[0]
     with pytest.raises(CannotServe, match="2 GPUs are no whole groups of 4"):
         build(mode, given, 2, grouped, Knobs(), tp=4)
 

@@ -13,7 +13,7 @@ from vllm_expertplex.planner.assumptions import Assumptions
 from vllm_expertplex.planner.hardware import Gpu
 from vllm_expertplex.planner.kernels import DECODE, PREFILL, Kernels
 from vllm_expertplex.planner.models import ModelSpec, Number
-from vllm_expertplex.planner.network import Network
+from vllm_expertplex.planner.network import Network, OneGroup
 from vllm_expertplex.planner.routing import Routing
 
 NO_OVERLAP, SBO, TBO = "none", "sbo", "tbo"
@@ -47,6 +47,11 @@ class Latency:
         self.routing, self.assumptions = routing, assumptions
         self.network = Network(model, gpu, assumptions, nodes)
         self.overlaps = (NO_OVERLAP, SBO, TBO) if model.shared_intermediate else (NO_OVERLAP, TBO)
+
+    def as_one_group(self, gpus: int) -> None:
+        """Attention is tensor-parallel over the `gpus` GPUs that hold the experts."""
+        n = self.network
+        self.network = OneGroup(self.model, self.gpu, self.assumptions, n.nodes, gpus)
 
     def prefill(
         self,

@@ -53,12 +53,18 @@ class Network:
         return fixed + 2.0 * a.rdma_latency + np.maximum(nvlink / self.gpu.nvlink, rdma)
 
     def all_reduce(self, tokens: Number, gpus: int) -> Number:
-        """One tensor-parallel all-reduce of the 16-bit hidden state over `gpus` GPUs."""
+        """One tensor-parallel all-reduce of the 16-bit hidden state over `gpus` GPUs.
+
+        Between nodes every GPU's NIC carries its part of the node's.
+        """
         if gpus == 1:
             return 0.0 * tokens
         size = tokens * self.model.hidden * 2.0
-        slow = self.gpu.rdma if gpus > self.gpu.gpus_per_node else self.gpu.nvlink
-        return self.assumptions.allreduce_floor + 2.0 * (gpus - 1) / gpus * size / slow
+        inside = min(gpus, self.gpu.gpus_per_node)
+        nodes = -(-gpus // inside)
+        nvlink = 2.0 * (inside - 1) / inside * size / self.gpu.nvlink
+        rdma = 2.0 * (nodes - 1) / nodes * size / inside / self.gpu.rdma
+        return self.assumptions.allreduce_floor + np.maximum(nvlink, rdma)
 
     def kv_transfer(self, length: Number) -> Number:
         """Moving one request's KV cache from prefill to decode, whole."""
@@ -71,3 +77,25 @@ class Network:
         layer = self.model.experts * self.model.expert_weight_bytes
         link = self.gpu.nvlink if gpus <= self.gpu.gpus_per_node else self.gpu.rdma
         return layer * (gpus - 1) / gpus / link
+
+
+class OneGroup(Network):
+    """Where one tensor-parallel group of `gpus` GPUs holds the experts as well: every GPU has all
+    tokens, and what its experts make of them is summed by all-reduce.
+    """
+
+    def __init__(
+        self, model: ModelSpec, gpu: Gpu, assumptions: Assumptions, nodes: int, gpus: int
+    ) -> None:
+        super().__init__(model, gpu, assumptions, nodes)
+        self.gpus = gpus
+
+    def exchange(
+        self,
+        tokens_per_source: Number,
+        tokens: Number,
+        spread: Number,
+        servers: Number,
+        hierarchical: bool,
+    ) -> Number:
+        return self.all_reduce(tokens, self.gpus)

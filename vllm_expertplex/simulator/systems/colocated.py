@@ -27,6 +27,8 @@ class Colocated(System):
             raise CannotServe(f"{self.name}: {gpus} GPUs are no whole groups of {tp}")
         experts_on = min(gpus, setting.model.experts)
         self.ranks = gpus // tp
+        if self.ranks == 1:
+            self.latency.as_one_group(gpus)
         self.steps = ModelSteps(self.latency, experts_on, tp, knobs=knobs)
         self.pool = DecodePool(
             requests, self.ranks, self.kv_tokens(experts_on, tp), setting.assumptions.decode_slots

@@ -31,6 +31,7 @@ class GreenContext(System):
             )
         experts_on = min(gpus, setting.model.experts)
         self.share = decode_share
+        self.latency.as_one_group(gpus)
         self.steps = ModelSteps(self.latency, experts_on, tp=gpus, knobs=knobs)
         slots = setting.assumptions.decode_slots * gpus
         self.pool = DecodePool(requests, 1, self.kv_tokens(experts_on, tp=gpus), slots)
