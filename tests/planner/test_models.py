@@ -179,3 +179,10 @@ def test_layers_of_linear_attention_are_counted_from_their_interval() -> None:
 def test_moe_layers_beyond_the_last_layer_are_not_counted() -> None:
     model = from_config({**_PLAIN, "moe_layers": [1, 2, 3]}, "x")
     assert (model.moe_layers, model.dense_layers) == (1, 1)
+
+
+def test_sparse_attention_may_be_named_layer_by_layer() -> None:
+    """transformers writes `layer_types` into the configuration of models that had none."""
+    published = CATALOGUE["glm-5.1"]
+    named = published | {"layer_types": ["indexed_attention"] * published["num_hidden_layers"]}
+    assert from_config(named, name="glm").attention == from_config(published, name="glm").attention

@@ -237,6 +237,7 @@ def _attention_kind(text: Config, kind: str, count: int) -> Attention:
     windows = {
         "full_attention": (),
         "attention": (),
+        "indexed_attention": (),  # what it reads is in `index`
         "sliding_attention": ("sliding_window",),
         "chunked_attention": ("attention_chunk_size",),
     }
