@@ -76,6 +76,10 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         Layout.parse(self.layout)  # raises with the expected form
 
     @property
+    def fifo(self) -> bool:
+        return self.moe_scheduling == "fifo"
+
+    @property
     def parsed_layout(self) -> Layout:
         return Layout.parse(self.layout)
 

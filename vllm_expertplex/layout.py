@@ -5,7 +5,7 @@ Must not know: vLLM, processes, tensors.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -54,6 +54,11 @@ class SlotOwner(msgspec.Struct, frozen=True):
         source, because they come after one another; ranks are several, because they do not.
         """
         return SlotOwner(self.server, tp_rank=self.tp_rank)
+
+
+def senders(owners: Iterable[SlotOwner]) -> list[SlotOwner]:
+    """Who sends operations to a MoE server; the index is the source in its scheduler."""
+    return list(dict.fromkeys(owner.source for owner in owners))
 
 
 class Layout(msgspec.Struct, frozen=True):

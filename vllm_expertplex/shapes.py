@@ -4,12 +4,13 @@ Owns: slot shapes, the expert map, the spin budget. Must not know: processes, te
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_expertplex._comm import Shape
 from vllm_expertplex.comm.peer import SlotLayout
 from vllm_expertplex.config import ExpertPlexConfig
-from vllm_expertplex.layout import PREFILL, ExpertMap, Layout, SlotOwner
+from vllm_expertplex.layout import PREFILL, ExpertMap, Layout, SlotOwner, senders
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
 
 # A process that spins while another needs its core makes both slower, so it only pays when every
@@ -81,8 +82,18 @@ def slot_owners(config: ExpertPlexConfig) -> list[SlotOwner]:
 
 
 def sources(config: ExpertPlexConfig) -> list[SlotOwner]:
-    """Who sends operations to a MoE server; the index is the source in its scheduler."""
-    return list(dict.fromkeys(owner.source for owner in slot_owners(config)))
+    """`senders` of a deployment."""
+    return senders(slot_owners(config))
+
+
+def slot_configs(
+    config: ExpertPlexConfig, vllm_configs: Sequence[Any]
+) -> list[tuple[SlotOwner, Any]]:
+    """The slots' owners in their order, each with its server's configuration; `vllm_configs`: those
+    of the attention servers.
+    """
+    of = dict(zip(config.parsed_layout.attention_servers, vllm_configs, strict=True))
+    return [(owner, of[owner.server]) for owner in slot_owners(config)]
 
 
 def expert_map(vllm_config: Any, layout: Layout) -> ExpertMap:

@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from moe_layer import MoeLayer
 
 from vllm_expertplex.asyncep.board import Board
 from vllm_expertplex.asyncep.config import AsyncEPConfig
@@ -26,21 +26,6 @@ from vllm_expertplex.layout import ExpertMap
 EXPERTS = 5
 _MEMORIES = (HostMemory(), HostMemory())
 _PAGE = 4096  # bytes; what an expert's rows of w13_weight have
-
-
-class _Layer(torch.nn.Module):
-    """What ExpertWeights uses of vLLM's RoutedExperts, holding the experts `mine`."""
-
-    def __init__(self, index: int, mine: list[int]) -> None:
-        super().__init__()
-        self.layer_name = f"layers.{index}"
-        self.global_num_experts, self.local_num_experts = EXPERTS, len(mine)
-        self.moe_config = SimpleNamespace(num_local_experts=len(mine))
-        self.expert_map_manager = SimpleNamespace(local_num_experts=len(mine))
-        self.quant_method = SimpleNamespace(moe_quant_config=None)
-        self.e_score_correction_bias = None
-        for name, tensor in _truth(index).items():
-            self.register_parameter(name, torch.nn.Parameter(tensor[mine], requires_grad=False))
 
 
 def _truth(index: int) -> dict[str, torch.Tensor]:
@@ -113,7 +98,7 @@ def test_every_layer_is_whole_in_its_turn(
 
     def engine(rank: int) -> None:
         try:
-            made = [_Layer(i, split.local_experts(rank)) for i in range(layers)]
+            made = [MoeLayer(i, split.local_experts(rank), _truth(i)) for i in range(layers)]
             memories = (_JoinableMemory() if joinable else HostMemory(), HostMemory())
             weights = ExpertWeights(tmp_path, config.servers[rank], config, made, split, *memories)
             weights.connect(made)
@@ -145,7 +130,10 @@ def test_an_engine_with_other_layers_is_refused(tmp_path: Path) -> None:
     split = ExpertMap.contiguous(EXPERTS, 2)
     for server in config.servers:
         Board(tmp_path, server, create=True)
-    made = [[_Layer(i, split.local_experts(rank)) for i in range(2 + rank)] for rank in range(2)]
+    made = [
+        [MoeLayer(i, split.local_experts(rank), _truth(i)) for i in range(2 + rank)]
+        for rank in range(2)
+    ]
     weights = [
         ExpertWeights(tmp_path, server, config, layers, split, *_MEMORIES)
         for server, layers in zip(config.servers, made, strict=True)
@@ -164,5 +152,10 @@ def test_a_full_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     split = ExpertMap.contiguous(EXPERTS, 1)
     with pytest.raises(OSError, match=r"shard of \d+ MiB: No space left"):
         ExpertWeights(
-            tmp_path, config.servers[0], config, [_Layer(0, [0, 1, 2, 3, 4])], split, *_MEMORIES
+            tmp_path,
+            config.servers[0],
+            config,
+            [MoeLayer(0, [0, 1, 2, 3, 4], _truth(0))],
+            split,
+            *_MEMORIES,
         )

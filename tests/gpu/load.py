@@ -28,8 +28,7 @@ from parity_serve import GRAPHS
 from vllm.platforms import current_platform
 
 from tests.e2e.failure import test_storm_and_losses as losses
-from tests.e2e.failure.conftest import Deployment
-from tests.e2e.failure.conftest import _started as started
+from tests.e2e.failure.conftest import Deployment, started
 from tests.e2e.failure.traffic import Request, Traffic
 from tests.e2e.models import checkpoint
 from tests.e2e.server import interrupt_on_sigterm

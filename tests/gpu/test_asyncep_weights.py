@@ -8,12 +8,11 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "asyncep"))
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -46,6 +45,7 @@ def _engine(rank: int, folder: Path, meet: Any, results: Any) -> None:
 
 def _walk(rank: int, folder: Path) -> dict[str, int]:
     import torch
+    from moe_layer import MoeLayer
 
     from vllm_expertplex.asyncep.board import Board
     from vllm_expertplex.asyncep.config import AsyncEPConfig
@@ -53,25 +53,11 @@ def _walk(rank: int, folder: Path) -> dict[str, int]:
     from vllm_expertplex.asyncep.weights import ExpertWeights
     from vllm_expertplex.layout import ExpertMap
 
-    class Layer(torch.nn.Module):
-        """What ExpertWeights uses of vLLM's RoutedExperts."""
-
-        def __init__(self, index: int, mine: list[int]) -> None:
-            super().__init__()
-            self.layer_name = f"layers.{index}"
-            self.global_num_experts, self.local_num_experts = EXPERTS, len(mine)
-            self.moe_config = SimpleNamespace(num_local_experts=len(mine))
-            self.expert_map_manager = SimpleNamespace(local_num_experts=len(mine))
-            self.quant_method = SimpleNamespace(moe_quant_config=None)
-            self.e_score_correction_bias = None
-            for name, tensor in _truth(index).items():
-                self.register_parameter(name, torch.nn.Parameter(tensor[mine], requires_grad=False))
-
     config = AsyncEPConfig(gpus=ENGINES, startup_timeout_s=_DEADLINE_S)
     split = ExpertMap.contiguous(EXPERTS, ENGINES)
     me = config.servers[rank]
     Board(folder, me, create=True)
-    layers = [Layer(i, split.local_experts(rank)) for i in range(LAYERS)]
+    layers = [MoeLayer(i, split.local_experts(rank), _truth(i)) for i in range(LAYERS)]
     weights = ExpertWeights(folder, me, config, layers, split, CudaMemory(), PinnedMemory())
     weights.connect(layers)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from parity_serve import GRAPHS, OURS
 
-from tests.e2e.failure.conftest import _started as started
+from tests.e2e.failure.conftest import started
 from tests.e2e.failure.traffic import Request, Traffic
 from tests.e2e.models import checkpoint
 

@@ -108,21 +108,27 @@ def test_all_tokens_on_one_expert(backend):
         assert error(pending.result(), reference(layer, op)) < TOLERANCE[torch.float32]
 
 
+def drawn_operation(data, source, *, tokens, layers, **more):
+    """Of either phase, of at most so many tokens, and of one of so many layers."""
+    return make_operation(
+        SHAPE,
+        data.draw(st.integers(0, tokens), label="tokens"),
+        torch.bfloat16,
+        phase=data.draw(st.sampled_from([PHASE_DECODE, PHASE_PREFILL]), label="phase"),
+        source=source,
+        layer=data.draw(st.integers(0, layers - 1), label="layer"),
+        seed=source,
+        **more,
+    )
+
+
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_results_do_not_depend_on_what_runs_beside_them(data):
     """Random operations of both phases at once, against each alone: bit for bit."""
     layers = [make_layer(SHAPE, torch.bfloat16, seed) for seed in range(3)]
     operations = [
-        make_operation(
-            SHAPE,
-            data.draw(st.integers(0, 60), label="tokens"),
-            torch.bfloat16,
-            phase=data.draw(st.sampled_from([PHASE_DECODE, PHASE_PREFILL]), label="phase"),
-            source=source,
-            layer=data.draw(st.integers(0, 2), label="layer"),
-            seed=source,
-        )
+        drawn_operation(data, source, tokens=60, layers=len(layers))
         for source in range(data.draw(st.integers(1, 8), label="sources"))
     ]
     options = TileOptions(
@@ -155,16 +161,7 @@ def test_fifo_serves_in_order_of_arrival_and_loses_nothing(data):
     order: list[int] = []
     line = [
         Pending(
-            make_operation(
-                SHAPE,
-                data.draw(st.integers(0, 80), label="tokens"),
-                torch.bfloat16,
-                phase=data.draw(st.sampled_from([PHASE_DECODE, PHASE_PREFILL]), label="phase"),
-                source=n,
-                layer=data.draw(st.integers(0, 1), label="layer"),
-                absent=0.0,
-                seed=n,
-            ),
+            drawn_operation(data, n, tokens=80, layers=len(layers), absent=0.0),
             lambda n=n: order.append(n),
         )
         for n in range(data.draw(st.integers(2, 12), label="operations"))

@@ -24,6 +24,7 @@ from vllm_expertplex.asyncep.pages import (
     page_size,
 )
 from vllm_expertplex.cuda.driver import check
+from vllm_expertplex.files import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +143,7 @@ class CudaMemory:
         block = self.buffer(size)
         self._server.offer(path.name, *block.pages)
         offer = _Offer(self._server.path.name, size)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.msgpack.encode(offer))
-        partial.rename(path)
+        write_whole(path, msgspec.msgpack.encode(offer))
         return block
 
     def open(self, path: Path) -> Span:

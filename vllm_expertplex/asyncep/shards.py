@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from vllm_expertplex.asyncep.memory import Block, Pair
+from vllm_expertplex.files import write_whole
 from vllm_expertplex.layout import ExpertMap, Server
 
 _ALIGN = 256  # bytes, of each parameter; as CUDA aligns allocations
@@ -88,10 +89,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
     def write(self, run_dir: Path, server: Server) -> None:
         """Whole or not at all, so that a peer never sees half a record."""
-        file = self.file(run_dir, server)
-        partial = file.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(self))
-        partial.rename(file)
+        write_whole(self.file(run_dir, server), msgspec.json.encode(self))
 
     @classmethod
     def wait(cls, run_dir: Path, server: Server, timeout_s: float) -> "ShardRecord":

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
+from vllm_expertplex.files import write_whole
 from vllm_expertplex.layout import Server, SlotOwner
 
 HEADER_BYTES = 1024  # of a slot: `ready` (uint64) first, the rest zero
@@ -151,9 +152,7 @@ Record = TypeVar("Record", SlotsRecord, DoneRecord)
 def publish(run_dir: Path, record: SlotsRecord | DoneRecord) -> None:
     """Write a record whole: a reader sees all of it or nothing."""
     path = _path(run_dir, type(record), record.of)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(record))
-    partial.rename(path)
+    write_whole(path, msgspec.json.encode(record))
 
 
 def await_record(

@@ -20,7 +20,7 @@ from vllm_expertplex.layout import Server
 from vllm_expertplex.moe_server.backend_cuda import CudaBackend
 from vllm_expertplex.moe_server.load import load_layers
 from vllm_expertplex.serve.records import ServerRecord, write_record
-from vllm_expertplex.shapes import expert_map, gpu_slot, slot_owners
+from vllm_expertplex.shapes import expert_map, gpu_slot, slot_configs, slot_owners
 
 logger = init_logger(__name__)
 
@@ -56,19 +56,17 @@ class CudaMoeServer:
         )
         # No operation passes through the board; it carries heartbeat, stop word and counters.
         self._endpoint = MoeEndpoint([], [], board_path(run_dir, me), 0)
-        owners = slot_owners(config)
-        configs = dict(zip(layout.attention_servers, vllm_configs, strict=True))
-        layouts = [gpu_slot(configs[owner.server], owner.microbatch) for owner in owners]
+        layouts = [gpu_slot(c, o.microbatch) for o, c in slot_configs(config, vllm_configs)]
         self._backend = CudaBackend(
             run_dir,
             me,
             weights,
-            owners,
+            slot_owners(config),
             layouts,
             config.moe_timeout_s,
             decode_sms=config.decode_sms,
             expected_x_moe=config.expected_x_moe,
-            fifo=config.moe_scheduling == "fifo",
+            fifo=config.fifo,
             coalescing=config.coalescing,
         )
         self._backend.start(config.startup_timeout_s)

@@ -19,15 +19,15 @@ from vllm_expertplex._comm import MoeEndpoint
 from vllm_expertplex._comm import Operation as ReadyOperation
 from vllm_expertplex.comm.shm import SlotTensors, board_path, slot_path
 from vllm_expertplex.config import ExpertPlexConfig
-from vllm_expertplex.layout import MOE, Server
+from vllm_expertplex.layout import MOE, Server, senders
 from vllm_expertplex.moe_server.backend import Backend, ExpertWeights, Operation
 from vllm_expertplex.serve.records import ServerRecord, write_error, write_record
 from vllm_expertplex.shapes import (
     expert_map,
     fair_share,
+    slot_configs,
     slot_owners,
     slot_shape,
-    sources,
     spin_us,
 )
 
@@ -105,10 +105,10 @@ class MoeServer:
         weights = list(layers.values())
         dtype: Any = vllm_config.model_config.dtype
         self._backend = make_backend(me, config, weights, dtype)
-        owners, senders = slot_owners(config), sources(config)
-        self._sources = [senders.index(owner.source) for owner in owners]
-        configs = dict(zip(layout.attention_servers, vllm_configs, strict=True))
-        shapes = [slot_shape(configs[owner.server], owner.microbatch) for owner in owners]
+        owners = slot_owners(config)
+        order = senders(owners)
+        self._sources = [order.index(owner.source) for owner in owners]
+        shapes = [slot_shape(c, o.microbatch) for o, c in slot_configs(config, vllm_configs)]
         self._endpoint = MoeEndpoint(
             [slot_path(run_dir, owner, me) for owner in owners],
             shapes,
@@ -184,7 +184,7 @@ def make_backend(
         torch.set_num_threads(1)  # the backend has worker threads of its own
         options = TileOptions(
             workers=threads(config),
-            fifo=config.moe_scheduling == "fifo",
+            fifo=config.fifo,
             coalescing=config.coalescing,
             deadline_s=config.moe_timeout_s,
             trace=config.trace and trace_file(config.trace, me),

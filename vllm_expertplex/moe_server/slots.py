@@ -23,7 +23,7 @@ from vllm_expertplex.comm.peer import (
     publish,
 )
 from vllm_expertplex.cuda.memory import DeviceMemory, current_device_uuid
-from vllm_expertplex.layout import Server, SlotOwner
+from vllm_expertplex.layout import Server, SlotOwner, senders
 from vllm_expertplex.moe_server.apk.buffers import Operands, OperationBuffers
 from vllm_expertplex.moe_server.apk.jit import KernelShape
 from vllm_expertplex.moe_server.apk.resident import ServedSlot
@@ -74,7 +74,7 @@ class Slots:
 
         Raises TimeoutError naming one that has not published it.
         """
-        sources = list(dict.fromkeys(owner.source for owner in self._owners))
+        order = senders(self._owners)
         served = []
         for index, owner in enumerate(self._owners):
             record = await_record(self._run_dir, DoneRecord, owner, timeout_s)
@@ -86,7 +86,7 @@ class Slots:
             done = DeviceMemory.open(record.handle, record.words * DONE_STRIDE)
             served.append(
                 ServedSlot(
-                    sources.index(owner.source),
+                    order.index(owner.source),
                     self._memory[index].address,
                     done.address + self._me.rank * DONE_STRIDE,
                     self._buffers[index],

@@ -36,7 +36,7 @@ from vllm_expertplex.serve.engines import (
     start_engines,
 )
 from vllm_expertplex.serve.records import ServerRecord, read_error, read_record, write_ports
-from vllm_expertplex.shapes import expert_map, slot_owners, slot_shape, sources
+from vllm_expertplex.shapes import expert_map, slot_configs, slot_shape, sources
 
 logger = init_logger(__name__)
 
@@ -73,14 +73,13 @@ class Deployment:
             Board(board_path(self.run_dir, moe), create=True) for moe in self.layout.moe_servers
         ]
         # On GPUs the servers themselves allocate the slots, in the MoE servers' memory.
-        configs = dict(zip(self._attention, self.configs, strict=True))
         self.slots = {
             (owner, moe): Slot(
                 slot_path(self.run_dir, owner, moe),
-                slot_shape(configs[owner.server], owner.microbatch),
+                slot_shape(vllm_config, owner.microbatch),
                 create=True,
             )
-            for owner in slot_owners(self.config)
+            for owner, vllm_config in slot_configs(self.config, self.configs)
             for moe in self.layout.moe_servers
             if current_platform.is_cpu()
         }

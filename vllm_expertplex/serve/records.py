@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_expertplex import __version__
+from vllm_expertplex.files import write_whole
 from vllm_expertplex.layout import Server
 
 
@@ -94,15 +95,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write whole or not at all, so that a reader never sees half a record."""
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(data)
-    partial.rename(path)
-
-
 def write_record(run_dir: Path, record: ServerRecord) -> None:
-    _write(run_dir / f"server-{record.server.name}.json", msgspec.json.encode(record))
+    write_whole(run_dir / f"server-{record.server.name}.json", msgspec.json.encode(record))
 
 
 def read_record(run_dir: Path, server: Server) -> ServerRecord | None:
@@ -116,7 +110,7 @@ def read_record(run_dir: Path, server: Server) -> ServerRecord | None:
 
 def write_error(run_dir: Path, server: Server, message: str) -> None:
     """Leave word of why `server` could not start."""
-    _write(run_dir / f"error-{server.name}.txt", message.encode())
+    write_whole(run_dir / f"error-{server.name}.txt", message.encode())
 
 
 @contextmanager
@@ -141,7 +135,7 @@ def read_error(run_dir: Path, server: Server) -> str | None:
 
 def write_ports(run_dir: Path, ports: dict[str, int]) -> None:
     """Server name -> port of its KV connector's side channel."""
-    _write(run_dir / "ports.json", msgspec.json.encode(ports))
+    write_whole(run_dir / "ports.json", msgspec.json.encode(ports))
 
 
 def read_ports(run_dir: Path) -> dict[str, int]:

@@ -60,7 +60,7 @@ Start = Callable[..., Any]
 
 
 @contextmanager
-def _started(
+def started(
     model: Path,
     folder: Path,
     *,
@@ -105,7 +105,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def enter(model: Path, **options: Any) -> Deployment:
-            return stack.enter_context(_started(model, tmp_path, **options))
+            return stack.enter_context(started(model, tmp_path, **options))
 
         yield enter
 
@@ -115,7 +115,7 @@ def shared(
     model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Deployment]:
     """One deployment for all tests of a module; its LAYOUT and CONFIG say which."""
-    with _started(
+    with started(
         model,
         tmp_path_factory.mktemp("shared"),
         layout=request.module.LAYOUT,
