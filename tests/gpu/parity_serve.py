@@ -6,8 +6,9 @@ Two kernels that round differently choose different tokens wherever two are near
 texts part. So each server's own tokens are judged: how far are the log-probabilities it reports
 from those of the same model in fp32? Plain vLLM's error is the noise floor, and so is how far it is
 from itself when the same prompts are batched differently. All servers start side by side.
-MODEL+tbo is MODEL with every prefill step of ours cut into two microbatches, MODEL+tp is MODEL with
-attention over two GPUs, plain vLLM's too.
+MODEL+tbo is MODEL with every prefill step of ours cut into two microbatches; MODEL+tp is MODEL with
+attention over two GPUs, plain vLLM's too; MODEL+compile has both under torch.compile, as vLLM has
+them by default.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from e2e.models import baseline, checkpoint
 from e2e.server import Server, serve, start
 from parity_report import report
 
-TBO, TP = "+tbo", "+tp"
+TBO, TP, COMPILE = "tbo", "tp", "compile"
 MODELS = (
     *("minimax-m2", "minimax-m2-fp8", "qwen3-moe", "deepseek-v3", "glm-moe-dsa"),
-    *(f"minimax-m2{TBO}", f"deepseek-v3{TBO}"),
+    *(f"minimax-m2+{TBO}", f"deepseek-v3+{TBO}", f"minimax-m2+{COMPILE}"),
 )
 PROMPTS = (
     "Hello there, how",
@@ -48,11 +49,8 @@ PROMPTS = (
 TOKENS = 16
 START_DEADLINE_S = 240.0
 # Decode replays whole steps, remote layers included.
-GRAPHS = (
-    "--no-enforce-eager",
-    "--compilation-config",
-    '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}',
-)
+EAGER_PREFILL = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}'
+COMPILED = '{"cudagraph_capture_sizes":[1,2,4,8]}'
 # Small enough for all of them on one GPU. Ours is divided between the servers of a GPU.
 OURS = ("--gpu-memory-utilization", "0.12")
 PLAIN = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1000000000")
@@ -150,8 +148,12 @@ def check_cut(log: Path, steps: int) -> None:
 
 def measure(model: str, logs: Path) -> Parity:
     """Serve the model plainly and with one server of each kind, and compare their answers."""
-    name, cut = model.removesuffix(TBO).removesuffix(TP), model.endswith(TBO)
-    options = (*GRAPHS, "--tensor-parallel-size", "2" if TP in model else "1")
+    name, *how = model.split("+")
+    cut = TBO in how
+    options = (
+        *("--no-enforce-eager", "--tensor-parallel-size", "2" if TP in how else "1"),
+        *("--compilation-config", COMPILED if COMPILE in how else EAGER_PREFILL),
+    )
     path, our_log = checkpoint(name), logs / f"{model}-ours.log"
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = [tokenizer(p).input_ids for p in PROMPTS]
