@@ -1,11 +1,12 @@
 """What was measured, one JSON object a line, and what is made of it: table, rows, figures.
 
-A line is written as soon as it is known, so a run that is killed loses nothing, and runs that share
-a machine and a model are merged by reading their files together.
+A line is written for each rate as soon as it is known, so a run that is killed loses nothing, and
+runs that share a machine and a model are merged by reading their files together.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from slo.search import SHARE, Attainment, Probe
 
 
 class Load(msgspec.Struct, tag="load"):
-    """One system under one workload. Seconds, requests per second."""
+    """One system under one workload, at some rates. Seconds, requests per second."""
 
     system: str
     ours: bool
@@ -29,8 +30,6 @@ class Load(msgspec.Struct, tag="load"):
     workload: str
     ttft: float
     tpot: float
-    goodput: float
-    fails: float | None  # the lowest rate that failed; None: none did
     kv_tokens: int
     start_s: float
     probes: list[Probe]
@@ -39,6 +38,17 @@ class Load(msgspec.Struct, tag="load"):
     def asked(self) -> str:
         """The workload with its targets: only loads of which both are the same compare."""
         return f"{self.workload}, {self.ttft:g} s, {1e3 * self.tpot:g} ms"
+
+    @property
+    def fails(self) -> float:
+        """The lowest rate that failed; infinity: none did."""
+        return min((p.rate for p in self.probes if p.attainment.both < SHARE), default=math.inf)
+
+    @property
+    def goodput(self) -> float:
+        """The highest rate that held, of those below all that failed."""
+        held = (p.rate for p in self.probes if p.attainment.both >= SHARE)
+        return max((rate for rate in held if rate < self.fails), default=0.0)
 
 
 class Speed(msgspec.Struct, tag="speed"):
@@ -61,13 +71,32 @@ def append(path: Path, record: Record) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
-    """The last of each system, workload and targets, in order of appearance."""
+    """All rates of each system, workload and targets as one, and its last speed; in order of
+    appearance.
+    """
     found: dict[tuple[str, str], Record] = {}
     for path in paths:
         for line in path.read_bytes().splitlines():
             record = msgspec.json.decode(line, type=Record)  # type: ignore[arg-type]
-            found[record.system, record.asked if isinstance(record, Load) else ""] = record
+            key = record.system, record.asked if isinstance(record, Load) else ""
+            before = found.get(key)
+            if isinstance(record, Load) and isinstance(before, Load):
+                record.probes = _joined([*before.probes, *record.probes])
+            found[key] = record
     return list(found.values())
+
+
+def _joined(probes: Iterable[Probe]) -> list[Probe]:
+    """By rate; those of the same rate are one, of the requests of all."""
+    found: dict[float, Probe] = {}
+    for probe in probes:
+        if before := found.get(probe.rate):
+            count = before.requests + probe.requests
+            shares = zip(before.attainment, probe.attainment, strict=True)
+            met = ((a * before.requests + b * probe.requests) / count for a, b in shares)
+            probe = Probe(probe.rate, Attainment(*met), count)
+        found[probe.rate] = probe
+    return sorted(found.values())
 
 
 def _by_load(records: Sequence[Record]) -> dict[str, list[Load]]:
@@ -94,13 +123,13 @@ def show(records: Sequence[Record], console: Console) -> None:
         "KV tokens",
         "rates",
     ):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # names of systems have no spaces
     for asked, loads in _by_load(records).items():
         plain = _best(loads, ours=False)
         for x in loads:
             ratio = f"{x.goodput / plain.goodput:.2f}" if plain and plain.goodput else ""
             tried = ", ".join(f"{p.rate:.3g} ({p.attainment.both:.0%})" for p in x.probes)
-            fails = "" if x.fails is None else f"{x.fails:.3g}"
+            fails = "" if x.fails == math.inf else f"{x.fails:.3g}"
             table.add_row(
                 asked, x.system, f"{x.goodput:.3g}", fails, ratio, str(x.kv_tokens), tried
             )
@@ -170,7 +199,7 @@ def plot(records: Sequence[Record], folder: Path) -> None:
                 style = "o-" if x.ours else "s--"
                 axis.plot(rates, shares, style, label=x.system, markersize=4)
             axis.axhline(SHARE, color="grey", linewidth=0.5)
-            axis.set(title=field, xlabel="requests per second", xscale="log", ylim=(0, 1.05))
+            axis.set(title=field, xlabel="requests per second", ylim=(0, 1.05))
         axes[0].set_ylabel("share of requests")
         axes[-1].legend(fontsize="x-small")
         load = loads[0]

@@ -56,7 +56,7 @@ class Run:
         self._known: dict[tuple[str, bool], float] = {}
         for record in results.read(options.merge):
             if isinstance(record, results.Load):
-                self._note(record)
+                self._note(record.ours, record.workload, record.goodput)
         self._mixed: set[str] = set()  # systems that have had a mixed load
         self.failed: list[str] = []
 
@@ -126,12 +126,7 @@ class Run:
     def _measure(self, system: systems.System, running: systems.Running) -> None:
         for load, prompts in self._workloads:
             found = self._search(system, running, load, prompts)
-            fails = None if found.fails == math.inf else found.fails
-            targets = load.targets.ttft, load.targets.tpot
-            what = system.name, system.ours, self._device, load.name, *targets
-            seen = found.goodput, fails, running.kv_tokens, running.start_s, found.probes
-            results.append(self.file, record := results.Load(*what, *seen))
-            self._note(record)
+            self._note(system.ours, load.name, found.goodput)
             self._keep_metrics(system, running, load.name)
         if system.name in self._options.speed:
             self._speed(system, running)
@@ -147,6 +142,8 @@ class Run:
         other = known.get((load.name, not system.ours), load.start)
         start = known.get((load.name, system.ours), other)
         label = f"{system.name}-{_file_name(load.name)}"
+        targets = load.targets.ttft, load.targets.tpot
+        what = system.name, system.ours, self._device, load.name, *targets
 
         send = functools.partial(client.run, running.base_url, systems.MODEL_NAME)
 
@@ -163,6 +160,8 @@ class Run:
                 f"TPOT {met.tpot:.0%}, both {met.both:.0%} of {len(decided)}; "
                 f"{time.monotonic() - begun:.1f} s"
             )
+            seen = running.kv_tokens, running.start_s, [search.Probe(rate, met, len(decided))]
+            results.append(self.file, results.Load(*what, *seen))
             return met, len(decided)
 
         if system.name not in self._mixed:  # kernels for steps of prefill and decode
@@ -171,9 +170,9 @@ class Run:
         limits = {"step": options.step, "precision": options.precision, "most": options.rates}
         return search.goodput(probe, start, seconds=options.search_seconds, **limits)
 
-    def _note(self, record: results.Load) -> None:
-        if record.goodput > 0:
-            self._known[record.workload, record.ours] = record.goodput
+    def _note(self, ours: bool, workload: str, goodput: float) -> None:
+        if goodput > 0:
+            self._known[workload, ours] = goodput
 
     def _speed(self, system: systems.System, running: systems.Running) -> None:
         figures = model_speed.measure(running.base_url)

@@ -245,11 +245,30 @@ def test_systems_are_named_with_layout_and_configuration() -> None:
             systems.parse(wrong)
 
 
-def load(system: str, goodput: float, tpot: float = 0.05) -> results.Load:
-    probes = [search.Probe(goodput, Attainment(1, 0.95, 0.92), 50)]
+def load(
+    system: str, rate: float, tpot: float = 0.05, *, both: float = 0.92, requests: int = 50
+) -> results.Load:
+    probes = [search.Probe(rate, Attainment(1, 0.95, both), requests)]
     ours = system.startswith("expertplex")
-    what = system, ours, "a GPU", "chat", 1.0, tpot
-    return results.Load(*what, goodput, goodput * 2, 1000, 60.0, probes)
+    return results.Load(system, ours, "a GPU", "chat", 1.0, tpot, 1000, 60.0, probes)
+
+
+def test_rates_of_several_calls_are_one_search(tmp_path: Path) -> None:
+    path = tmp_path / "measured.jsonl"
+    for rate, both in ((4.0, 0.92), (2.0, 1.0), (8.0, 0.95), (6.0, 0.5)):
+        results.append(path, load("pdd", rate, both=both))
+    results.append(path, load("pdd", 4.0, both=0.98, requests=100))
+    (found,) = results.read([path])
+    assert isinstance(found, results.Load)
+    assert [p.rate for p in found.probes] == [2.0, 4.0, 6.0, 8.0]
+    assert found.probes[1].requests == 150
+    assert found.probes[1].attainment.both == pytest.approx(0.96)
+    assert found.fails == 6.0
+    assert found.goodput == 4.0  # that 8 held, where 6 did not, is chance
+    results.append(path, load("pdd", 4.0, both=0.1, requests=1000))
+    (found,) = results.read([path])
+    assert isinstance(found, results.Load)
+    assert (found.goodput, found.fails) == (2.0, 4.0)
 
 
 def test_files_of_several_calls_are_merged_into_ratios(tmp_path: Path) -> None:
