@@ -45,10 +45,19 @@ def test_everybody_has_a_gpu_and_sms(layout: Layout, gpus: int, prefill: int, mo
         if experts and attention:
             held = sum(p.sm_percent for p in experts)
             assert held <= max(moe, len(experts))
+        left = 101 - moe if experts else 100
         for p in by_role["prefill"]:
-            left = 100 - moe if experts else 100
-            assert p.sm_percent == (max(1, prefill * left // 100) if len(attention) > 1 else 100)
-        assert all(p.sm_percent == 100 for p in by_role["decode"])
+            assert p.sm_percent == (max(1, prefill * left // 100) if len(attention) > 1 else left)
+        assert all(p.sm_percent == left for p in by_role["decode"])
+
+
+@pytest.mark.parametrize("sms", [78, 114, 132])
+@pytest.mark.parametrize("moe", range(1, 100))
+def test_attention_sees_no_sm_that_experts_hold(sms: int, moe: int) -> None:
+    """As MPS shares a GPU's SMs out: rounded down to pairs."""
+    places = place(Layout(1, 1, 2), ["0", "1"], 60, moe)
+    held, seen = (sms * places[name].sm_percent // 200 * 2 for name in ("moe-0", "decode-0"))
+    assert sms - held - 2 <= seen <= sms - held
 
 
 @given(st.builds(Layout, counts, counts, counts), st.integers(1, 24), st.integers(2, 4))
@@ -92,8 +101,8 @@ def test_two_gpus_serve_1p1d1e() -> None:
 
 def test_with_as_many_gpus_as_moe_servers_each_has_both() -> None:
     assert place(Layout(1, 1, 2), ["0", "1"], 60, 70) == {
-        "prefill-0": Place("0", 2, True),
-        "decode-0": Place("1", 2, True),
+        "prefill-0": Place("0", 2, True, 31),
+        "decode-0": Place("1", 2, True, 31),
         "moe-0": Place("0", 2, True, 70),
         "moe-1": Place("1", 2, True, 70),
     }
@@ -102,7 +111,7 @@ def test_with_as_many_gpus_as_moe_servers_each_has_both() -> None:
 def test_one_gpu_holds_everything() -> None:
     assert place(Layout(1, 1, 2), ["7"], 50, 60) == {
         "prefill-0": Place("7", 4, True, 20),
-        "decode-0": Place("7", 4, True),
+        "decode-0": Place("7", 4, True, 41),
         "moe-0": Place("7", 4, True, 30),
         "moe-1": Place("7", 4, True, 30),
     }

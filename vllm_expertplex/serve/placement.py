@@ -6,8 +6,10 @@ servers do, CUDA.
 With enough GPUs for the ranks of an attention server beside the MoE servers, those take the last
 ones, one each and for themselves, and attention servers the first ones, in turn, one for each rank.
 With fewer, each kind goes over all GPUs in turn. Servers that share a GPU do so through MPS: a MoE
-server holds a share of its SMs for as long as it runs, and prefill is limited to a share of the
-others where other attention servers need them, too (priorities alone do not protect decode).
+server holds a share of its SMs for as long as it runs, attention servers see no more than the
+others (a kernel with a CTA for every SM it sees would run in several waves on fewer), and prefill
+is limited to a share of those where other attention servers need them, too (priorities alone do not
+protect decode).
 """
 
 import os
@@ -66,10 +68,15 @@ def place(
     def find(server: Server, mine: Sequence[str]) -> Place:
         both = max(experts[gpu] + readers[gpu] for gpu in mine)
         percent, beside = 100, max(experts[gpu] for gpu in mine)
-        if server.role == MOE and readers[mine[0]]:
-            percent = max(1, moe_sm_percent // beside)
+        if server.role == MOE:
+            if readers[mine[0]]:
+                percent = max(1, moe_sm_percent // beside)
+        elif beside:
+            # CUDA rounds every share down to an even number of SMs; one percent more than is left
+            # is the most that never is more SMs than are left.
+            percent = 101 - moe_sm_percent
         if server.role == PREFILL and max(readers[gpu] for gpu in mine) > 1:
-            percent = max(1, prefill_sm_percent * (100 - moe_sm_percent * (beside > 0)) // 100)
+            percent = max(1, prefill_sm_percent * percent // 100)
         return Place(",".join(mine), both, both > 1, percent)
 
     return {server.name: find(server, mine) for server, mine in (attention | moe).items()}
