@@ -142,3 +142,21 @@ def test_more_attention_servers_than_a_moe_server_takes_are_refused() -> None:
     module._check_model(model(), ExpertPlexConfig(layout="8P8D1E", tensor_parallel_size=2))
     with pytest.raises(DeploymentError, match=r"17 attention servers of 2 ranks.*32"):
         module._check_model(model(), ExpertPlexConfig(layout="8P9D1E", tensor_parallel_size=2))
+
+
+def test_more_slots_than_the_persistent_kernel_serves_are_refused_on_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its controller has one lane per slot; it would say so when all experts are loaded."""
+    most = ExpertPlexConfig(layout="8P16D1E", tbo_tokens=512)
+    more = ExpertPlexConfig(layout="8P17D1E", tbo_tokens=512)
+    ranks = ExpertPlexConfig(layout="5P7D1E", tensor_parallel_size=2, tbo_tokens=512)
+    for config in (most, more, ranks):
+        module._check_model(model(), config)  # on CPUs
+    monkeypatch.setattr(type(module.current_platform), "is_cpu", lambda self: False)
+    module._check_model(model(), most)
+    module._check_model(model(), ExpertPlexConfig(layout="8P17D1E"))
+    with pytest.raises(DeploymentError, match=r"8P17D1E.* 33 slots.*at most 32.*tbo_tokens = 0"):
+        module._check_model(model(), more)
+    with pytest.raises(DeploymentError, match=r"parallel_size 2.* 34 slots"):
+        module._check_model(model(), ranks)

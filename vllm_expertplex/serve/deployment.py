@@ -25,6 +25,7 @@ from vllm_expertplex.comm.shm import Board, Slot, board_path, slot_path
 from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, run_dir
 from vllm_expertplex.layout import DECODE, PREFILL, Server
 from vllm_expertplex.moe_server import server as moe_server
+from vllm_expertplex.moe_server.apk.structs import MAX_SLOTS
 from vllm_expertplex.quantization import QuantScheme, quant_scheme
 from vllm_expertplex.serve import forkserver, gpu, placement
 from vllm_expertplex.serve.cleanup import kill_all
@@ -36,7 +37,7 @@ from vllm_expertplex.serve.engines import (
     start_engines,
 )
 from vllm_expertplex.serve.records import ServerRecord, read_error, read_record, write_ports
-from vllm_expertplex.shapes import expert_map, slot_configs, slot_shape, sources
+from vllm_expertplex.shapes import expert_map, slot_configs, slot_owners, slot_shape, sources
 
 logger = init_logger(__name__)
 
@@ -275,6 +276,13 @@ def _check_model(vllm_config: VllmConfig, config: ExpertPlexConfig) -> None:
         raise DeploymentError(
             f"layout {config.layout} has {senders // ranks} attention servers of {ranks} ranks; a "
             f"MoE server takes operations of at most {MAX_SOURCES} ranks"
+        )
+    if not current_platform.is_cpu() and (slots := len(slot_owners(config))) > MAX_SLOTS:
+        raise DeploymentError(
+            f"layout {config.layout} with tensor_parallel_size {config.tensor_parallel_size} and "
+            f"tbo_tokens {config.tbo_tokens} needs {slots} slots at every MoE server: one per rank "
+            "of an attention server, and a second one of prefill's for two-batch overlap. On a GPU "
+            f"it serves at most {MAX_SLOTS}; set tbo_tokens = 0, or use fewer prefill servers"
         )
     try:
         expert_map(vllm_config, config.parsed_layout)
