@@ -9,9 +9,12 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_expertplex.moe_server.apk import jit
+from vllm_expertplex.moe_server.apk import jit, structs
 
 SHAPES = {
     "MiniMax-M2": jit.KernelShape(3072, 1536, 64, 8),
@@ -90,6 +93,35 @@ def test_a_shape_the_kernel_cannot_hold_is_refused_by_value(field: str, value: i
     good = {"hidden": 1024, "intermediate": 512, "experts": 8, "top_k": 2}
     with pytest.raises(ValueError, match=str(value)):
         jit.KernelShape(**{**good, field: value})
+
+
+def gather_fits(shape: jit.KernelShape, tokens: int) -> bool:
+    """Whether each warp has lanes for its tokens; its slices as in `csrc/apk/rows.cuh`."""
+    in_token = -(-shape.hidden // 256)
+    slices = tokens * in_token
+    each = min(6, -(-slices // (66 * 16)))
+    first = np.arange(0, slices, each)
+    last = np.minimum(first + each, slices) - 1
+    return bool((last // in_token - first // in_token < 32 // shape.top_k).all())
+
+
+@given(st.integers(1, 12), st.integers(1, 16), st.integers(1, 10_000))
+def test_a_warp_of_the_gather_has_lanes_for_its_tokens(
+    columns: int, top_k: int, tokens: int
+) -> None:
+    shape = jit.KernelShape(columns * 128, 128, 8, top_k)
+    if tokens <= shape.most_tokens:
+        assert gather_fits(shape, tokens)
+    if shape.most_tokens < structs.MAX_TOKENS:
+        assert not gather_fits(shape, shape.most_tokens + 1)
+
+
+def test_more_tokens_than_the_kernel_can_gather_are_refused() -> None:
+    small = jit.KernelShape(256, 128, 8, 8)
+    small.check_tokens(4224)
+    with pytest.raises(ValueError, match=r"4225 tokens.*size 256.*top-k 8.*at most 4224.*lower"):
+        small.check_tokens(4225)
+    jit.KernelShape(1024, 128, 8, 16).check_tokens(structs.MAX_TOKENS)
 
 
 def test_the_cache_key_covers_shapes_and_compiler() -> None:

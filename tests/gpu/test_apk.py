@@ -105,6 +105,11 @@ def test_all_tokens_on_one_expert_and_none_here(small: PersistentKernel) -> None
     assert operands.error(op.result, operands.moe64(op, layer, 512)) < FP8_LAYER_ERROR
 
 
+def test_buffers_for_more_tokens_than_can_be_gathered_are_refused(small: PersistentKernel) -> None:
+    with pytest.raises(ValueError, match=r"4225 tokens.*at most 4224"):
+        OperationTemplate(KernelShape(256, 128, 8, 8), 4225, True, small.device)
+
+
 def test_preempted_results_are_bitwise_those_alone(small: PersistentKernel) -> None:
     layers = [operands.random_layer(small.shape) for _ in range(2)]
     prefill = OperationTemplate(small.shape, 8192, True, small.device)

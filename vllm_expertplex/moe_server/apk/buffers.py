@@ -97,7 +97,8 @@ class Operands(NamedTuple):
 
 class OperationBuffers:
     """What the kernel needs to run operations of up to `tokens` tokens, one at a time: rows in
-    expert order, intermediate values, descriptors. `operands` stay the caller's.
+    expert order, intermediate values, descriptors. `operands` stay the caller's. Raises ValueError
+    for more tokens than the kernel can compute at once, see `KernelShape.most_tokens`.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class OperationBuffers:
         device: torch.device,
         rows: int | None = None,
     ) -> None:
+        shape.check_tokens(tokens)
         h, i, k = shape.hidden, shape.intermediate, shape.top_k
         self.shape, self.max_tokens = shape, tokens
         self.row_capacity = r = rows or max_rows(shape, tokens)

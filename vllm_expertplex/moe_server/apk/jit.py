@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import math
 import re
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_expertplex.cuda import nvcc
+from vllm_expertplex.moe_server.apk.structs import MAX_TOKENS
 
 HEADER_PACKAGE = "sgl-deep-gemm"
 _SUPPRESSED = "39,161,174,177,186,940"  # diagnostics inside the packaged headers
@@ -32,6 +34,9 @@ UNROLLS = (4, 2)  # of the mainloop, the preferred first
 # Bytes by which spills outside the mainloop differ from one build to another; sums that are spilled
 # in it are hundreds.
 _ELSEWHERE = 64
+# Of the gather, as in `csrc/apk/operation.cuh`: warps over which slices of tokens are spread,
+# columns of a slice, slices a warp takes at most.
+_GATHER_WARPS, _GATHER_COLUMNS, _GATHER_SLICES = 66 * 16, 256, 6
 
 
 class KernelShape(msgspec.Struct, frozen=True):
@@ -56,6 +61,31 @@ class KernelShape(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.experts} experts on one GPU; the kernel holds 1 to 256")
         if not 1 <= self.top_k <= 16:
             raise ValueError(f"top-k {self.top_k}; the kernel takes 1 to 16")
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an operation. A warp of the gather (`csrc/apk/rows.cuh`) keeps what it needs of each
+        of its tokens in `top_k` of its 32 lanes. Where a token has few slices, a warp's share of a
+        large operation may be of more tokens than that has room for, which would get sums of other
+        tokens' rows. Hidden sizes above 768 have no such limit.
+        """
+        in_token = -(-self.hidden // _GATHER_COLUMNS)  # slices
+        for each in range(1, _GATHER_SLICES + 1):
+            # A warp begins at a multiple of `each`, so at most so many slices into a token:
+            into = in_token - math.gcd(each, in_token)
+            tokens = -(-(into + each) // in_token)
+            if tokens > 32 // self.top_k:
+                return _GATHER_WARPS * (each - 1) // in_token  # the most of which it takes fewer
+        return MAX_TOKENS
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raises ValueError for operations of more than `most_tokens`."""
+        if tokens > self.most_tokens:
+            raise ValueError(
+                f"operations of {tokens} tokens with hidden size {self.hidden} and top-k "
+                f"{self.top_k}: the persistent kernel computes at most {self.most_tokens} tokens "
+                "at once of such; lower --max-num-batched-tokens"
+            )
 
     def defines(self, unroll: int) -> list[str]:
         values = {

@@ -14,16 +14,15 @@ HANG = 7  # a tile that never ends, for testing the watchdog
 MAX_STAGES = 8
 
 
-_TOKEN_BITS = 20
-MAX_TEMPLATES = 1 << 10
+MAX_TEMPLATES, MAX_TOKENS = 1 << 10, (1 << 20) - 1
 
 
 def handle(template: int, wide: bool, tokens: int, identity: int) -> int:
     """`Operation.user`; see `csrc/apk/operation.cuh`."""
-    if template >= MAX_TEMPLATES or tokens >= 1 << _TOKEN_BITS:
+    if template >= MAX_TEMPLATES or tokens > MAX_TOKENS:
         raise ValueError(
             f"template {template}, {tokens} tokens: an operation's handle has room for "
-            f"{MAX_TEMPLATES} templates and {(1 << _TOKEN_BITS) - 1} tokens"
+            f"{MAX_TEMPLATES} templates and {MAX_TOKENS} tokens"
         )
     low = tokens << 12 | int(wide) << 11 | template
     return identity << 32 | low
