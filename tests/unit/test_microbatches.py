@@ -4,7 +4,10 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from vllm_expertplex.executor.microbatches import building_each
+from vllm_expertplex.executor.patches import PatchError
 
 
 class Builder:
@@ -49,3 +52,11 @@ def test_each_half_gets_metadata_of_its_own() -> None:
     assert metadata_of_halves(runner, (2, 3)) == [{"tokens": 2}] * 2  # what is to be prevented
     building_each(runner, create)(builders=2)
     assert metadata_of_halves(runner, (2, 3)) == [{"tokens": 2}, {"tokens": 3}]
+
+
+def test_builders_that_are_not_asked_are_refused() -> None:
+    """A new attribute would change nothing: halves would share metadata, unnoticed."""
+    group = SimpleNamespace(metadata_builders=[object()])
+    runner = SimpleNamespace(attn_groups=[[group]])
+    with pytest.raises(PatchError, match=r"object has no supports_update_block_table; install"):
+        building_each(runner, lambda: None)()

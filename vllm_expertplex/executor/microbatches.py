@@ -26,6 +26,7 @@ from vllm import forward_context
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker import ubatching
 
+from vllm_expertplex.executor.patches import PatchError, remedy
 from vllm_expertplex.executor.turns import PartnerFailed, Turns, taking
 
 HALVES = 2
@@ -72,13 +73,18 @@ def building_each(runner: Any, create: Callable[..., None]) -> Callable[..., Non
 
     For builders that can put another block table into metadata of before, vLLM keeps that by KV
     cache group (`_build_attention_metadata`), and does not ask whose half it is: the second half's
-    attention would run with the first one's lengths.
+    attention would run with the first one's lengths. Raises PatchError where they are not asked.
     """
 
     def create_builders(*args: Any, **kwargs: Any) -> None:
         create(*args, **kwargs)
         for group in itertools.chain.from_iterable(runner.attn_groups):
             for builder in group.metadata_builders:
+                if not hasattr(builder, "supports_update_block_table"):
+                    raise PatchError(
+                        f"patch 'microbatches': vLLM's {type(builder).__name__} has no "
+                        f"supports_update_block_table; {remedy()}, or set tbo_tokens = 0"
+                    )
                 builder.supports_update_block_table = False
 
     return create_builders
