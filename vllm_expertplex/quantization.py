@@ -19,18 +19,20 @@ class QuantScheme(enum.Enum):
 
 
 def quant_scheme(vllm_config: Any) -> QuantScheme:
-    """The scheme of the model in `vllm_config`. Raises ValueError naming what is supported."""
-    config = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
-    return scheme_of(config, vllm_config.model_config.quantization)
+    """The scheme of the model in `vllm_config`. Raises ValueError naming what is supported.
+
+    Of multimodal models either the outer config or that of the text model says it; vLLM knows where
+    (transformers_utils/model_arch_config_convertor.py).
+    """
+    model = vllm_config.model_config
+    return scheme_of(model.model_arch_config.quantization_config, model.quantization)
 
 
-def scheme_of(quantization_config: Any, requested: str | None) -> QuantScheme:
+def scheme_of(quantization_config: dict[str, Any] | None, requested: str | None) -> QuantScheme:
     """The scheme of a checkpoint's `quantization_config`, with vLLM's `--quantization` value."""
     if quantization_config is None and requested is None:
         return QuantScheme.NONE
     config = quantization_config or {}
-    if not isinstance(config, dict):
-        config = config.to_dict()
     method = config.get("quant_method", requested)
     if method == "fp8" and list(config.get("weight_block_size") or []) == [128, 128]:
         return QuantScheme.FP8_BLOCK

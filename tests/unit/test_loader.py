@@ -1,11 +1,16 @@
 """Reading a checkpoint in parts."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from transformers import Qwen3VLMoeConfig
+from vllm.config import ModelConfig
 
 from vllm_expertplex.checkpoints.fp8 import quantize
 from vllm_expertplex.executor.loader import is_expert_weight, without_fp8
-from vllm_expertplex.quantization import QuantScheme, scheme_of
+from vllm_expertplex.quantization import QuantScheme, quant_scheme, scheme_of
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,20 @@ def test_schemes_are_recognised() -> None:
     assert scheme_of(None, None) is QuantScheme.NONE
     assert scheme_of(BLOCKS, None) is QuantScheme.FP8_BLOCK
     assert scheme_of(BLOCKS, "fp8") is QuantScheme.FP8_BLOCK
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_the_scheme_of_a_multimodal_model_stands_in_either_config(outer: bool) -> None:
+    whole = Qwen3VLMoeConfig()
+    (whole if outer else whole.text_config).quantization_config = dict(BLOCKS)
+    model: Any = SimpleNamespace(
+        hf_config=whole,
+        hf_text_config=whole.text_config,
+        quantization="fp8",  # as vLLM sets it
+        _supports_multimodal_for_mm_prefix=lambda: True,
+    )
+    model.model_arch_config = ModelConfig.get_model_arch_config(model)
+    assert quant_scheme(SimpleNamespace(model_config=model)) is QuantScheme.FP8_BLOCK
 
 
 @pytest.mark.parametrize(

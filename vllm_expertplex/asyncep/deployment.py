@@ -24,6 +24,7 @@ from vllm_expertplex.client import kv_events
 from vllm_expertplex.config import run_dir
 from vllm_expertplex.layout import Server
 from vllm_expertplex.planner.model_configs import from_config
+from vllm_expertplex.planner.models import ModelSpec
 from vllm_expertplex.serve import forkserver
 from vllm_expertplex.serve.cleanup import kill_all
 from vllm_expertplex.serve.engines import DeploymentError, handshake, routed_experts, start_engines
@@ -50,8 +51,7 @@ class AsyncEPDeployment:
             write_places(self.run_dir, place(self.servers, gpus))
             if len(gpus) == 1 and self.config.gpus > 1:
                 _share(vllm_config, self.config.gpus)
-        text = vllm_config.model_config.hf_text_config.to_dict()
-        self.model = from_config(text, vllm_config.model_config.model)
+        self.model = _model_of(vllm_config)
         self.flops = Flops(self.model)
         self.threshold = Threshold(0.0, 0.0, self.config.gamma)  # until engines have measured
         self.configs = [self._config_of(vllm_config, server) for server in self.servers]
@@ -172,6 +172,14 @@ class AsyncEPDeployment:
         self._stopping = True
         for engine in self.engines:
             engine.shutdown(timeout=0)
+
+
+def _model_of(vllm_config: VllmConfig) -> ModelSpec:
+    """The text model. Its weights' format may stand in the outer config of a multimodal one."""
+    model = vllm_config.model_config
+    weights = model.model_arch_config.quantization_config
+    text = {**model.hf_text_config.to_dict(), "quantization_config": weights}
+    return from_config(text, model.model)
 
 
 def _check_experts(vllm_config: VllmConfig, gpus: int) -> None:
