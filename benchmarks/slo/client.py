@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 from slo.search import Request, certain, meets
+from slo.session import session
 from slo.workload import Prompt
 
 from vllm_expertplex.planner.workload import Targets
@@ -105,7 +106,7 @@ async def _run(
             ignore_eos=True,
             extra_body={"temperature": 1.0},
         )
-        mine.output = await ASYNC_REQUEST_FUNCS["openai"](given, _Session(session, mine))
+        mine.output = await ASYNC_REQUEST_FUNCS["openai"](given, _Session(http, mine))
 
     async def send() -> None:
         np.random.seed(0)  # every system gets the same arrivals
@@ -117,10 +118,7 @@ async def _run(
             mine.task = asyncio.create_task(one(mine))
         await asyncio.gather(*(s.task for s in sent if s.task), return_exceptions=True)
 
-    # vLLM's servers close idle connections after 5 s: do not use one as they do.
-    limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-    whole = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=limits, timeout=whole) as session:
+    async with session() as http:
         sending = asyncio.create_task(send())
         while not sending.done():
             await asyncio.wait({sending}, timeout=_TICK_S)

@@ -1,6 +1,6 @@
 """A front for vLLM's own prefill-decode disaggregation: one prefill engine, one decode engine.
 
-    python pdd_proxy.py PORT PREFILL_URL DECODE_URL
+    python -m slo.pdd_proxy PORT PREFILL_URL DECODE_URL
 
 A request goes to prefill for one token, then, with the KV transfer's parameters that came back, to
 decode, whose stream is passed on. A client that goes away cancels what was begun for it.
@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from slo.session import session
 
 _HTTP = web.AppKey("http", aiohttp.ClientSession)
 _PREFILL_ONLY = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -50,16 +51,12 @@ def application(prefill_url: str, decode_url: str) -> web.Application:
                     return web.Response(status=503, text=f"{url} answered {answer.status}")
         return web.Response()
 
-    async def session(app: web.Application) -> AsyncIterator[None]:
-        # vLLM's servers close idle connections after 5 s: do not use one as they do.
-        limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-        whole = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=limits, timeout=whole) as http:
-            app[_HTTP] = http
+    async def connected(app: web.Application) -> AsyncIterator[None]:
+        async with session() as app[_HTTP]:
             yield
 
     app = web.Application(client_max_size=2**30)
-    app.cleanup_ctx.append(session)
+    app.cleanup_ctx.append(connected)
     app.router.add_post("/v1/completions", complete)
     app.router.add_get("/health", everywhere)
     app.router.add_post("/start_profile", everywhere)

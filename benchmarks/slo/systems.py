@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -170,9 +169,10 @@ def _pdd(setup: Setup) -> Iterator[Callable[[], Running]]:
 @contextmanager
 def _proxy(prefill_url: str, decode_url: str, deadline_s: float = 60) -> Iterator[str]:
     port = free_port()
-    url, script = f"http://127.0.0.1:{port}", Path(__file__).with_name("pdd_proxy.py")
+    url = f"http://127.0.0.1:{port}"
     proxy = subprocess.Popen(
-        [sys.executable, str(script), str(port), prefill_url, decode_url], env=os.environ.copy()
+        [sys.executable, "-m", "slo.pdd_proxy", str(port), prefill_url, decode_url],
+        cwd=Path(__file__).parents[1],
     )
     try:
         begun = time.monotonic()

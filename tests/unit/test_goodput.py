@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -20,7 +21,7 @@ from vllm_expertplex.planner.workload import Targets
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import step_profile
-from slo import client, results, search, systems, workload
+from slo import client, results, search, session, systems, workload
 from slo.search import Attainment, Request
 
 TARGETS = Targets(1.0, 0.1)
@@ -140,6 +141,9 @@ class Server:
             raise
         return response
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
     def event(self, data: dict) -> bytes:
         return f"data: {json.dumps(data)}\n\n".encode()
 
@@ -147,6 +151,7 @@ class Server:
     def serving(self) -> Iterator[str]:
         app = web.Application()
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_get("/health", self.health)
         loop = asyncio.new_event_loop()
         runner = web.AppRunner(app, handler_cancellation=True)
         loop.run_until_complete(runner.setup())
@@ -195,6 +200,22 @@ def test_nothing_is_sent_once_a_rate_is_decided(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "r.json").read_text())
     assert kept["num_prompts"] < 400
     assert set(kept["errors"]) == {"cut: the run was decided"}
+
+
+def test_idle_connections_are_dropped_before_vllm_closes_them() -> None:
+    from vllm import envs
+
+    assert session.KEEP_ALIVE_S < envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+
+
+def test_the_front_of_two_engines_starts() -> None:
+    engine = Server(0)
+    with (
+        engine.serving() as prefill,
+        engine.serving() as decode,
+        systems._proxy(prefill, decode) as url,
+    ):
+        assert httpx.get(f"{url}/health", trust_env=False).is_success
 
 
 @pytest.fixture(scope="module")
