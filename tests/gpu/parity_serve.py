@@ -8,7 +8,7 @@ from those of the same model in fp32? Plain vLLM's error is the noise floor, and
 from itself when the same prompts are batched differently. All servers start side by side.
 MODEL+tbo is MODEL with every prefill step of ours cut into two microbatches; MODEL+tp is MODEL with
 attention over two GPUs, plain vLLM's too; MODEL+compile has both under torch.compile, as vLLM has
-them by default.
+them by default; MODEL+kvfp8 has KV caches in FP8 in both.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from e2e.models import baseline, checkpoint
 from e2e.server import Server, serve, start
 from parity_report import report
 
-TBO, TP, COMPILE = "tbo", "tp", "compile"
+TBO, TP, COMPILE, KV_FP8 = "tbo", "tp", "compile", "kvfp8"
 MODELS = (
     *("minimax-m2", "minimax-m2-fp8", "qwen3-moe", "deepseek-v3", "glm-moe-dsa"),
-    *(f"minimax-m2+{TBO}", f"deepseek-v3+{TBO}", f"minimax-m2+{COMPILE}"),
+    *(f"minimax-m2+{TBO}", f"deepseek-v3+{TBO}", f"minimax-m2+{COMPILE}", f"minimax-m2+{KV_FP8}"),
 )
 PROMPTS = (
     "Hello there, how",
@@ -153,6 +153,7 @@ def measure(model: str, logs: Path) -> Parity:
     options = (
         *("--no-enforce-eager", "--tensor-parallel-size", "2" if TP in how else "1"),
         *("--compilation-config", COMPILED if COMPILE in how else EAGER_PREFILL),
+        *("--kv-cache-dtype", "fp8" if KV_FP8 in how else "auto"),
     )
     path, our_log = checkpoint(name), logs / f"{model}-ours.log"
     tokenizer = AutoTokenizer.from_pretrained(path)
