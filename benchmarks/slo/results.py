@@ -108,7 +108,18 @@ def _by_load(records: Sequence[Record]) -> dict[str, list[Load]]:
 
 
 def _best(loads: Iterable[Load], ours: bool) -> Load | None:
-    return max((x for x in loads if x.ours == ours), key=lambda x: x.goodput, default=None)
+    """The one of the highest goodput; None where that is 0."""
+    found = (x for x in loads if x.ours == ours and x.goodput > 0)
+    return max(found, key=lambda x: x.goodput, default=None)
+
+
+# How a ratio of goodputs may be wrong, by whether either has failed at no rate: then more is true.
+_BOUNDS = {(False, False): "", (True, False): "≥", (False, True): "≤", (True, True): "?"}
+_WORDS = {"": "", "≥": ", at least", "≤": ", at most", "?": ", neither failed"}
+
+
+def _bound(x: Load, peer: Load) -> str:
+    return "" if x is peer else _BOUNDS[x.fails == math.inf, peer.fails == math.inf]
 
 
 def show(records: Sequence[Record], console: Console) -> None:
@@ -127,7 +138,7 @@ def show(records: Sequence[Record], console: Console) -> None:
     for asked, loads in _by_load(records).items():
         plain = _best(loads, ours=False)
         for x in loads:
-            ratio = f"{x.goodput / plain.goodput:.2f}" if plain and plain.goodput else ""
+            ratio = f"{_bound(x, plain)}{x.goodput / plain.goodput:.2f}" if plain else ""
             tried = ", ".join(f"{p.rate:.3g} ({p.attainment.both:.0%})" for p in x.probes)
             fails = "" if x.fails == math.inf else f"{x.fails:.3g}"
             table.add_row(
@@ -145,15 +156,11 @@ def rows(records: Sequence[Record]) -> list[Row]:
     for asked, loads in _by_load(records).items():
         ours, plain = _best(loads, ours=True), _best(loads, ours=False)
         for x in loads:
-            if x is ours or not ours:
-                continue
             mine, peer = (x, plain) if x.ours else (ours, x)
-            table.append(
-                Row(
-                    *(f"{asked}: goodput, {mine.system}", "req/s", mine.goodput),
-                    *(peer and peer.goodput, peer.system if peer else "", None),
-                )
-            )
+            if x is ours or not mine or not peer:
+                continue
+            name = f"{asked}: goodput, {mine.system}{_WORDS[_bound(mine, peer)]}"
+            table.append(Row(name, "req/s", mine.goodput, peer.goodput, peer.system, None))
         for x in loads:
             table.append(Row(f"{asked}: goodput, {x.system}", "req/s", x.goodput, None, "", None))
             table.append(Row(f"{asked}: KV, {x.system}", "tokens", x.kv_tokens, None, "", None))

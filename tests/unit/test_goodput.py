@@ -296,10 +296,12 @@ def test_files_of_several_calls_are_merged_into_ratios(tmp_path: Path) -> None:
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     for record in (load("chunked-tp", 3.0), load("chunked-tp", 4.0), load("pdd", 2.0)):
         results.append(first, record)
+    results.append(first, load("chunked-tp", 5.0, both=0.1))
     results.append(first, load("chunked-tp", 9.0, tpot=0.2))  # another load: no peer of the others
     figures = {"prefill": 100.0, "decode, 1 requests": 2.0}
     results.append(first, results.Speed("chunked-tp", False, "a GPU", 4, figures, None))
     results.append(second, load("expertplex=1P1D1E", 6.0))
+    results.append(second, load("expertplex=1P1D1E", 7.0, both=0.1))
     results.append(second, load("expertplex=1P1D1E+tbo_tokens=9", 5.0))
     step = step_profile.Breakdown(3, 10.0, {"idle": 10.0}, {})
     results.append(second, results.Speed("expertplex=1P1D1E", True, "a GPU", 4, figures, step))
@@ -310,8 +312,9 @@ def test_files_of_several_calls_are_merged_into_ratios(tmp_path: Path) -> None:
     ratios = {(r["name"], r["peer_name"]): r["ratio"] for r in written["rows"] if r["peer_name"]}
     assert written["device"] == "a GPU"
     assert ratios["chat, 1 s, 50 ms: goodput, expertplex=1P1D1E", "chunked-tp"] == 1.5
-    assert ratios["chat, 1 s, 50 ms: goodput, expertplex=1P1D1E", "pdd"] == 3.0
-    assert ratios["chat, 1 s, 50 ms: goodput, expertplex=1P1D1E+tbo_tokens=9", "chunked-tp"] == 1.25
+    assert ratios["chat, 1 s, 50 ms: goodput, expertplex=1P1D1E, at most", "pdd"] == 3.0
+    cut = "chat, 1 s, 50 ms: goodput, expertplex=1P1D1E+tbo_tokens=9, at least"
+    assert ratios[cut, "chunked-tp"] == 1.25
     assert ratios["expertplex=1P1D1E: prefill, per layer", "chunked-tp"] == 1.0
     results.plot(records, tmp_path)
     assert (tmp_path / "goodput_chat-1-s-50-ms.png").stat().st_size > 1000
