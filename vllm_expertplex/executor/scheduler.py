@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from vllm_expertplex.executor.kv_arrivals import KVArrivals
 from vllm_expertplex.executor.scheduler_keys import first_token
 
 
@@ -62,9 +63,9 @@ class _FirstToken:
         return False
 
 
-class DecodeScheduler(_FirstToken, Scheduler):
+class DecodeScheduler(KVArrivals, _FirstToken, Scheduler):
     """vLLM's scheduler on a decode server."""
 
 
-class AsyncDecodeScheduler(_FirstToken, AsyncScheduler):
+class AsyncDecodeScheduler(KVArrivals, _FirstToken, AsyncScheduler):
     """vLLM's asynchronous scheduler on a decode server."""
