@@ -172,13 +172,11 @@ def rows(records: Sequence[Record]) -> list[Row]:
 
 
 def _speed_rows(speeds: Sequence[Speed]) -> list[Row]:
-    plain = [s for s in speeds if not s.ours]
+    plain = [(s.figures, s.system) for s in speeds if not s.ours]
     table = []
     for s in speeds:
-        for peer in (plain if s.ours else []) or [None]:
-            given = model_speed.rows(
-                s.layers, s.figures, peer and peer.figures, peer and peer.system
-            )
+        for peer in (plain if s.ours else []) or [({}, "")]:
+            given = model_speed.rows(s.layers, s.figures, *peer)
             table += [r | {"name": f"{s.system}: {r['name']}"} for r in given]
         table += step_profile.rows(s.system, s.step) if s.step else []
     return [Row(**row) for row in table]

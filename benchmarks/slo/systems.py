@@ -159,7 +159,7 @@ def _pdd(setup: Setup) -> Iterator[Callable[[], Running]]:
         def ready() -> Running:
             for server in servers:
                 server.wait_healthy(START_DEADLINE_S)
-            url = stack.enter_context(_proxy(*map(_url, servers)))
+            url = stack.enter_context(_proxy(_url(servers[0]), _url(servers[1])))
             kv = sum(_kv_tokens(setup.logs / "pdd-kv_consumer.log"))
             return Running(url, time.monotonic() - begun, kv)
 
