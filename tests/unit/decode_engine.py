@@ -115,10 +115,10 @@ class _Later(Future[Any]):
 
 
 class Device:
-    """Runs steps one after another. `waits`: as a CPU, it returns from a launch when it is done."""
+    """Runs steps one after another; launching one takes no time."""
 
-    def __init__(self, config: VllmConfig, waits: bool) -> None:
-        self._config, self._waits = config, waits
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
         self.now = 0.0
         self.busy_until = 0.0
         self.reads = Reads(self)
@@ -138,8 +138,6 @@ class Device:
                 self.busy_until = begin + 1
                 for name in tokens:
                     self.ran.setdefault(name, begin)
-                if self._waits:
-                    self.now = self.busy_until
         if not tokens:
             return _Later(self, self.now, ModelRunnerOutput.with_kv_conn_output_only(kv))
         output = ModelRunnerOutput(
@@ -164,17 +162,15 @@ class DecodeEngine(EngineCore):
         self,
         config: VllmConfig,
         scheduler: type[Any],
-        *,
-        waits: bool = False,
         in_process: bool = True,
     ) -> None:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
         self.vllm_config = config
         self.log_stats = False
-        self.scheduler = scheduler(config, cache, StructuredOutputManager(config), BLOCK)
-        self._in_process = in_process
-        self.device = Device(config, waits)
+        self.device = Device(config)
+        with self.device.reads.of_process() if in_process else nullcontext():
+            self.scheduler = scheduler(config, cache, StructuredOutputManager(config), BLOCK)
         self.model_executor = self.device  # type: ignore[assignment]
         asynchronous = bool(config.scheduler_config.async_scheduling)
         self.batch_queue_size = config.max_concurrent_batches
@@ -216,8 +212,7 @@ class DecodeEngine(EngineCore):
 
     def turn(self) -> None:
         """One round of the loop."""
-        with self.device.reads.of_process() if self._in_process else nullcontext():
-            outputs, ran = self.step_fn()
+        outputs, ran = self.step_fn()
         for group in (outputs or {}).values():
             for output in group.outputs:
                 name = output.request_id

@@ -29,12 +29,9 @@ class AttentionCPUWorker(AttentionWorker, CPUWorker):
         for segment in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
             segment.unlink(missing_ok=True)
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        # vLLM starts KV reads after it has launched a step, which on a CPU is when the step is over
-        # (v1/worker/kv_connector_model_runner_mixin.py). Started before, they run beside it.
-        scheduler_output.has_sync_kv_loads = True
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)
+            return super().execute_model(*args, **kwargs)
         except Exception:
             if self.parallel_config.tensor_parallel_size == 1:
                 raise
