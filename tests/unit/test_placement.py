@@ -51,8 +51,7 @@ def test_everybody_has_a_gpu_and_sms(layout: Layout, gpus: int, prefill: int, mo
         assert all(p.sm_percent == left for p in by_role["decode"])
 
 
-@pytest.mark.parametrize("sms", [78, 114, 132])
-@pytest.mark.parametrize("moe", range(1, 100))
+@given(st.sampled_from([78, 114, 132]), st.integers(1, 99))
 def test_attention_sees_no_sm_that_experts_hold(sms: int, moe: int) -> None:
     """As MPS shares a GPU's SMs out: rounded down to pairs."""
     places = place(Layout(1, 1, 2), ["0", "1"], 60, moe)
