@@ -38,7 +38,12 @@ def _memory(setting: Setting, gpus: int) -> str | None:
     memory, model = setting.memory(), setting.model
     most = min(gpus - 2, model.experts)
     if most < 1:
-        return f"{gpus} GPUs: ExpertPlex needs at least 3, one prefill, one decode, one MoE server"
+        here, layout = ("1 GPU", "1P1D1E") if gpus == 1 else (f"{gpus} GPUs", "1P1D2E or 1P2D2E")
+        return (
+            f"{here}: a plan has at least 3, one each for a prefill, a decode and a MoE server; on "
+            f"fewer, servers share GPUs, which no plan foresees: vllm serve MODEL --executor "
+            f"expertplex --expertplex-layout {layout} (docs/gpu.md)"
+        )
     need = float(memory.moe_server(1.0, 1.0, most))
     if need <= memory.usable:
         return None
