@@ -49,8 +49,11 @@ PROMPTS = (
 TOKENS = 16
 START_DEADLINE_S = 240.0
 # Decode replays whole steps, remote layers included.
-EAGER_PREFILL = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}'
-COMPILED = '{"cudagraph_capture_sizes":[1,2,4,8]}'
+GRAPHS = (
+    *("--no-enforce-eager", "--compilation-config"),
+    '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8]}',
+)
+COMPILED = (*GRAPHS[:2], '{"cudagraph_capture_sizes":[1,2,4,8]}')
 # Small enough for all of them on one GPU. Ours is divided between the servers of a GPU.
 OURS = ("--gpu-memory-utilization", "0.12")
 PLAIN = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1000000000")
@@ -151,8 +154,8 @@ def measure(model: str, logs: Path) -> Parity:
     name, *how = model.split("+")
     cut = TBO in how
     options = (
-        *("--no-enforce-eager", "--tensor-parallel-size", "2" if TP in how else "1"),
-        *("--compilation-config", COMPILED if COMPILE in how else EAGER_PREFILL),
+        *(COMPILED if COMPILE in how else GRAPHS),
+        *("--tensor-parallel-size", "2" if TP in how else "1"),
         *("--kv-cache-dtype", "fp8" if KV_FP8 in how else "auto"),
     )
     path, our_log = checkpoint(name), logs / f"{model}-ours.log"
