@@ -18,7 +18,7 @@ from _report import Row
 from _report import write as report
 from rich.console import Console
 from rich.table import Table
-from slo.search import SHARE, Attainment, Probe
+from slo.search import SHARE, Attainment, Found, Probe
 
 
 class Load(msgspec.Struct, tag="load"):
@@ -41,14 +41,11 @@ class Load(msgspec.Struct, tag="load"):
 
     @property
     def fails(self) -> float:
-        """The lowest rate that failed; infinity: none did."""
-        return min((p.rate for p in self.probes if p.attainment.both < SHARE), default=math.inf)
+        return Found(self.probes).fails
 
     @property
     def goodput(self) -> float:
-        """The highest rate that held, of those below all that failed."""
-        held = (p.rate for p in self.probes if p.attainment.both >= SHARE)
-        return max((rate for rate in held if rate < self.fails), default=0.0)
+        return Found(self.probes).goodput
 
 
 class Speed(msgspec.Struct, tag="speed"):

@@ -39,11 +39,20 @@ class Probe(NamedTuple):
 
 
 class Found(NamedTuple):
-    """`goodput` was seen to hold, `fails` not to (infinity: nothing did); `probes` by rate."""
+    """What `probes` tell."""
 
-    goodput: float
-    fails: float
     probes: list[Probe]
+
+    @property
+    def fails(self) -> float:
+        """The lowest rate that failed; infinity: none did."""
+        return min((p.rate for p in self.probes if p.attainment.both < SHARE), default=math.inf)
+
+    @property
+    def goodput(self) -> float:
+        """The highest rate that held, of those below all that failed; 0: none."""
+        held = (p.rate for p in self.probes if p.attainment.both >= SHARE)
+        return max((rate for rate in held if rate < self.fails), default=0.0)
 
 
 def meets(request: Request, targets: Targets) -> tuple[bool, bool]:
@@ -86,24 +95,17 @@ def goodput(
     two rates enclose the answer, which is then bisected by ratio. 0 where even `lowest` fails.
     After `most` rates the search ends where it is, and after `seconds` it begins no other.
     """
-    probes: list[Probe] = []
+    found, rate = Found([]), start
     begun = time.monotonic()
 
-    def enough(rate: float) -> bool:
-        probes.append(Probe(rate, *measure(rate)))
-        return probes[-1].attainment.both >= SHARE
-
     def over() -> bool:
-        return len(probes) >= most or time.monotonic() - begun >= seconds
+        return len(found.probes) >= most or time.monotonic() - begun >= seconds
 
-    low, high, rate = 0.0, math.inf, start
     while True:
-        if enough(rate):
-            low = rate
-        else:
-            high = rate
+        found.probes.append(Probe(rate, *measure(rate)))
         if over():
             break
+        low, high = found.goodput, found.fails
         if low > 0 and high < math.inf:
             if high / low <= 1 + precision:
                 break
@@ -113,4 +115,4 @@ def goodput(
         step = min(step**2, 4)
         if not lowest <= rate <= highest:
             break
-    return Found(low, high, sorted(probes))
+    return Found(sorted(found.probes))
