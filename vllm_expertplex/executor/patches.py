@@ -14,12 +14,13 @@ patch installs beyond where it goes.
 | lost-server-error | `GenerateBaseServing._raise_if_error` says which server was lost | vLLM ends such a request with "Internal server error" alone | a reason in vLLM's outputs |
 | forkserver | `v1.engine.utils.get_mp_context` returns Python's fork server context | one import of vLLM for all servers instead of one each | `forkserver` among vLLM's start methods |
 | kv-free-requests | `InputProcessor._validate_params` refuses more than one token under `--executor asyncep` with kv_free | a request must be refused before vLLM has registered it | a hook to validate requests |
-| microbatches | `executor/microbatches.py` puts itself before `_model_forward` and `_determine_batch_execution_and_padding` of a prefill server's `GPUModelRunner` | vLLM cuts steps in two only under data parallelism, with an all-to-all of its own | microbatching that a plugin can choose |
+| microbatches | `executor/microbatches.py` puts itself before `_model_forward`, `initialize_metadata_builders` and `_determine_batch_execution_and_padding` of a prefill server's `GPUModelRunner` | vLLM cuts steps in two only under data parallelism, with an all-to-all of its own | microbatching that a plugin can choose |
 | nixl-progress | NIXL's progress thread sleeps between two looks (CPU) | it spins, a core per server; without it a transfer ends only when both servers are between two steps, a dozen of them later | `pthrDelay` among the options of NIXL's Python agent |
+| kv-arrivals | `executor/kv_arrivals.py` takes a decode server's `get_transfer_results` of its KV connector | vLLM's scheduler hears of fetched KV with a step's tokens, one or two steps after it is here | a scheduler that asks its connector |
 
 The first five are applied in every process, so plain `vllm serve` gets the CPU fixes too;
-lost-server-error and forkserver only in the API server, first-token, microbatches and
-nixl-progress only in attention servers.
+lost-server-error and forkserver only in the API server, first-token, microbatches,
+nixl-progress and kv-arrivals only in attention servers.
 """  # noqa: E501
 
 import functools
