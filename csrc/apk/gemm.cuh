@@ -59,14 +59,20 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe,
   fence_async_global();  // rows written by ordinary stores are read by TMA from here on
 
   const bool tall = shape != kStackCols, wide = shape <= kPairCols;
-  const void* map_a = &op.a[gemm][tall ? 0 : 1];
-  const void* map_sfa = &op.sfa[gemm][tall ? 0 : 1];
+  // Products of rows that are not loaded are of whatever stands there, and nobody reads them.
+  const uint32_t box = tall                  ? 0
+                       : m.rows() > kFewRows ? 1
+                                             : 2,
+                 rows = tall                  ? 128
+                        : m.rows() > kFewRows ? 64
+                                              : kFewRows;
+  const void* map_a = &op.a[gemm][box];
+  const void* map_sfa = &op.sfa[gemm][box];
   const void* map_b = wide ? &layer.wide[gemm] : &layer.narrow[gemm];
   const uint32_t weight_row = m.expert() * n + m.col;
-  const uint32_t bytes = (tall ? 16384u + (kFp8 ? 512u : 0u) : 8192u + (kFp8 ? 256u : 0u)) +
-                         (wide   ? kWideN * 128u
-                          : tall ? 16384u
-                                 : 2 * kDecodeN * 128u);
+  const uint32_t bytes = rows * (128u + (kFp8 ? 4u : 0u)) + (wide   ? kWideN * 128u
+                                                             : tall ? 16384u
+                                                                    : 2 * kDecodeN * 128u);
   constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   const uint64_t weight_hint =
       tall ? kNormal : static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);

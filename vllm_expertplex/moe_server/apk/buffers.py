@@ -134,7 +134,7 @@ class OperationBuffers:
         for g, (a, sfa, out) in enumerate(
             ((self.rows, self.row_scales, self.hidden), (self.act, self.act_scales, self.down))
         ):
-            for b, box in enumerate((128, 64)):
+            for b, box in enumerate((128, 64, 16)):
                 s.a[g][b][:] = tensor_map(a, box, columns, True)
                 s.sfa[g][b][:] = tensor_map(sfa, 1, box, False)
             s.out[g][:] = tensor_map(out, 64, 64, True)
