@@ -60,12 +60,8 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe,
 
   const bool tall = shape != kStackCols, wide = shape <= kPairCols;
   // Products of rows that are not loaded are of whatever stands there, and nobody reads them.
-  const uint32_t box = tall                  ? 0
-                       : m.rows() > kFewRows ? 1
-                                             : 2,
-                 rows = tall                  ? 128
-                        : m.rows() > kFewRows ? 64
-                                              : kFewRows;
+  const bool few = !tall && m.rows() <= kFewRows;
+  const uint32_t box = tall ? 0 : few ? 2 : 1, rows = tall ? 128 : few ? kFewRows : 64;
   const void* map_a = &op.a[gemm][box];
   const void* map_sfa = &op.sfa[gemm][box];
   const void* map_b = wide ? &layer.wide[gemm] : &layer.narrow[gemm];
@@ -280,8 +276,10 @@ __device__ __forceinline__ void store_output(GemmMemory& mem, const TileMessage&
   const uint32_t row = m.row + (cols ? 0 : group * 64), col = m.col + (cols ? group * kDecodeN : 0);
   if (m.rows() == 0 || (!cols && m.rows() <= group * 64)) return;
   const uint32_t width = m.shape() <= kPairCols ? kWideN : cols ? kDecodeN : kNarrowN;
+  const bool few = cols && m.rows() <= kFewRows;
   for (uint32_t i = 0; i < width && col + i < n; i += 64)
-    cute::SM90_TMA_STORE_2D::copy(&op.out[gemm], mem.output[group] + i / 64 * 8192, col + i, row);
+    cute::SM90_TMA_STORE_2D::copy(&op.out[gemm][few], mem.output[group] + i / 64 * 8192, col + i,
+                                  row);
 }
 
 }  // namespace expertplex::apk

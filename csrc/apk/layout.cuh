@@ -45,7 +45,7 @@ struct Groups {
 struct alignas(128) Template {
   cute::TmaDescriptor a[2][kRowBoxes];    // [gemm][box of 128, 64 or kFewRows rows], [R, k]
   cute::TmaDescriptor sfa[2][kRowBoxes];  // fp32 [k/128, R]
-  cute::TmaDescriptor out[2];             // bf16 [R, n]
+  cute::TmaDescriptor out[2][2];          // bf16 [R, n]: box of 64 or kFewRows rows
   const uint8_t* tokens;                  // [T, H], FP8 or BF16
   const float* token_scales;              // [T, H/128]; FP8 only
   const int32_t* expert_ids;              // [T, k]: local expert, or negative for "not here"

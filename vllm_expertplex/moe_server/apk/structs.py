@@ -123,7 +123,7 @@ class Template(_Struct):
     _fields_ = (
         ("a", TENSOR_MAP * 3 * 2),
         ("sfa", TENSOR_MAP * 3 * 2),
-        ("out", TENSOR_MAP * 2),
+        ("out", TENSOR_MAP * 2 * 2),
         ("tokens", Pointer),
         ("token_scales", Pointer),
         ("expert_ids", Pointer),
