@@ -40,7 +40,9 @@ constexpr uint32_t kWideN = 192, kNarrowN = 128;  // columns of one warpgroup's 
 #define APK_DECODE_N 64
 #endif
 constexpr uint32_t kDecodeN =
-    APK_DECODE_N;  // the same where an expert has at most 64 rows: 64 or 128
+    APK_DECODE_N;                  // the same where an expert has at most 64 rows: 64 or 128
+constexpr uint32_t kFewRows = 16;  // where an expert has no more, no others are loaded
+constexpr uint32_t kRowBoxes = 3;
 constexpr uint32_t kOutputBytes = 64 * kWideN * 2;  // bf16 output tile of one warpgroup
 #ifndef APK_CLAIM_AHEAD
 #define APK_CLAIM_AHEAD 6

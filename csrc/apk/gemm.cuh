@@ -59,14 +59,16 @@ __device__ __forceinline__ void load_tile(GemmMemory& mem, PipelineState& pipe,
   fence_async_global();  // rows written by ordinary stores are read by TMA from here on
 
   const bool tall = shape != kStackCols, wide = shape <= kPairCols;
-  const void* map_a = &op.a[gemm][tall ? 0 : 1];
-  const void* map_sfa = &op.sfa[gemm][tall ? 0 : 1];
+  // Products of rows that are not loaded are of whatever stands there, and nobody reads them.
+  const bool few = !tall && m.rows() <= kFewRows;
+  const uint32_t box = tall ? 0 : few ? 2 : 1, rows = tall ? 128 : few ? kFewRows : 64;
+  const void* map_a = &op.a[gemm][box];
+  const void* map_sfa = &op.sfa[gemm][box];
   const void* map_b = wide ? &layer.wide[gemm] : &layer.narrow[gemm];
   const uint32_t weight_row = m.expert() * n + m.col;
-  const uint32_t bytes = (tall ? 16384u + (kFp8 ? 512u : 0u) : 8192u + (kFp8 ? 256u : 0u)) +
-                         (wide   ? kWideN * 128u
-                          : tall ? 16384u
-                                 : 2 * kDecodeN * 128u);
+  const uint32_t bytes = rows * (128u + (kFp8 ? 4u : 0u)) + (wide   ? kWideN * 128u
+                                                             : tall ? 16384u
+                                                                    : 2 * kDecodeN * 128u);
   constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   const uint64_t weight_hint =
       tall ? kNormal : static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
@@ -274,8 +276,10 @@ __device__ __forceinline__ void store_output(GemmMemory& mem, const TileMessage&
   const uint32_t row = m.row + (cols ? 0 : group * 64), col = m.col + (cols ? group * kDecodeN : 0);
   if (m.rows() == 0 || (!cols && m.rows() <= group * 64)) return;
   const uint32_t width = m.shape() <= kPairCols ? kWideN : cols ? kDecodeN : kNarrowN;
+  const bool few = cols && m.rows() <= kFewRows;
   for (uint32_t i = 0; i < width && col + i < n; i += 64)
-    cute::SM90_TMA_STORE_2D::copy(&op.out[gemm], mem.output[group] + i / 64 * 8192, col + i, row);
+    cute::SM90_TMA_STORE_2D::copy(&op.out[gemm][few], mem.output[group] + i / 64 * 8192, col + i,
+                                  row);
 }
 
 }  // namespace expertplex::apk

@@ -43,22 +43,22 @@ struct Groups {
 // Buffers and descriptors of one operation in flight, made before launch and never changed. T
 // tokens at most, R rows (R a multiple of 64).
 struct alignas(128) Template {
-  cute::TmaDescriptor a[2][2];    // [gemm][0: 128-row box, 1: 64-row box], [R, k]
-  cute::TmaDescriptor sfa[2][2];  // fp32 [k/128, R]
-  cute::TmaDescriptor out[2];     // bf16 [R, n]
-  const uint8_t* tokens;          // [T, H], FP8 or BF16
-  const float* token_scales;      // [T, H/128]; FP8 only
-  const int32_t* expert_ids;      // [T, k]: local expert, or negative for "not here"
-  const float* expert_weights;    // [T, k]
-  void* result;                   // bf16 [T, H]: sum over the experts held here
-  uint32_t* position;             // [T, k]: place among the expert's rows
-  uint32_t* row_of;               // [T, k]: row, or ~0
-  uint8_t* rows;                  // [R, H]
-  float* row_scales;              // [H/128, R]
-  const void* hidden;             // bf16 [R, 2I]
-  uint8_t* act;                   // [R, I]
-  float* act_scales;              // [I/128, R]
-  const void* down;               // bf16 [R, H]
+  cute::TmaDescriptor a[2][kRowBoxes];    // [gemm][box of 128, 64 or kFewRows rows], [R, k]
+  cute::TmaDescriptor sfa[2][kRowBoxes];  // fp32 [k/128, R]
+  cute::TmaDescriptor out[2][2];          // bf16 [R, n]: box of 64 or kFewRows rows
+  const uint8_t* tokens;                  // [T, H], FP8 or BF16
+  const float* token_scales;              // [T, H/128]; FP8 only
+  const int32_t* expert_ids;              // [T, k]: local expert, or negative for "not here"
+  const float* expert_weights;            // [T, k]
+  void* result;                           // bf16 [T, H]: sum over the experts held here
+  uint32_t* position;                     // [T, k]: place among the expert's rows
+  uint32_t* row_of;                       // [T, k]: row, or ~0
+  uint8_t* rows;                          // [R, H]
+  float* row_scales;                      // [H/128, R]
+  const void* hidden;                     // bf16 [R, 2I]
+  uint8_t* act;                           // [R, I]
+  float* act_scales;                      // [I/128, R]
+  const void* down;                       // bf16 [R, H]
   Groups* groups;
   uint32_t row_capacity;  // R
 };

@@ -134,10 +134,11 @@ class OperationBuffers:
         for g, (a, sfa, out) in enumerate(
             ((self.rows, self.row_scales, self.hidden), (self.act, self.act_scales, self.down))
         ):
-            for b, box in enumerate((128, 64)):
+            for b, box in enumerate((128, 64, 16)):
                 s.a[g][b][:] = tensor_map(a, box, columns, True)
                 s.sfa[g][b][:] = tensor_map(sfa, 1, box, False)
-            s.out[g][:] = tensor_map(out, 64, 64, True)
+            for b, box in enumerate((64, 16)):
+                s.out[g][b][:] = tensor_map(out, box, 64, True)
         for name, address in operands._asdict().items():
             setattr(s, name, address)
         for name in (

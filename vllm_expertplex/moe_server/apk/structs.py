@@ -121,9 +121,9 @@ class Report(_Struct):
 
 class Template(_Struct):
     _fields_ = (
-        ("a", TENSOR_MAP * 2 * 2),
-        ("sfa", TENSOR_MAP * 2 * 2),
-        ("out", TENSOR_MAP * 2),
+        ("a", TENSOR_MAP * 3 * 2),
+        ("sfa", TENSOR_MAP * 3 * 2),
+        ("out", TENSOR_MAP * 2 * 2),
         ("tokens", Pointer),
         ("token_scales", Pointer),
         ("expert_ids", Pointer),
