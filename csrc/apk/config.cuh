@@ -37,7 +37,7 @@ constexpr uint32_t kProducerRegisters = 40, kMathRegisters = 232;
 constexpr uint32_t kStages = 4, kStageBytes = 40960, kStageRowsA = 128;
 constexpr uint32_t kWideN = 192, kNarrowN = 128;  // columns of one warpgroup's tile
 #ifndef APK_DECODE_N
-#define APK_DECODE_N 64
+#define APK_DECODE_N 128
 #endif
 constexpr uint32_t kDecodeN =
     APK_DECODE_N;                  // the same where an expert has at most 64 rows: 64 or 128

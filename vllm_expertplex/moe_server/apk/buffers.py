@@ -35,7 +35,7 @@ def max_rows(shape: KernelShape, tokens: int) -> int:
     return _ceil(pairs + min(shape.experts, pairs) * (ROW_ALIGNMENT - 1), 128) * 128
 
 
-def expert_tiles(rows: int, n: int, wide: bool, decode_n: int = 64) -> int:
+def expert_tiles(rows: int, n: int, wide: bool, decode_n: int) -> int:
     """Cluster tiles of one expert; the kernel's `expert_tiles`."""
     if wide:
         blocks, columns = _ceil(rows, 128), _ceil(n, 192)

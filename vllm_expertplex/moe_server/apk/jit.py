@@ -50,7 +50,7 @@ class KernelShape(msgspec.Struct, frozen=True):
     multicast: int = 2  # weights: 0 each CTA loads all, 1 rank 0 sends, 2 each sends half
     claim_ahead: int = 6  # K blocks still to load when the next tile is claimed
     raster: int = 8  # row-block pairs walked before the next column block
-    decode_n: int = 64  # columns per warpgroup where an expert has at most 64 rows: 64 or 128
+    decode_n: int = 128  # columns per warpgroup where an expert has at most 64 rows: 64 or 128
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
