@@ -275,8 +275,8 @@ def main() -> None:
     masked("M2.7", 64, [4, 16, 64] if args.quick else [1, 2, 4, 8, 16, 32, 64], 4, 4, {}, rows)
     masked("GLM-5.1", 16, [8], 128, 4, {}, rows)
     if args.tune:
-        masked("GLM-5.1", 16, [1, 4, 16], 16, 6, {"decode_n": 128}, rows)
-        masked("M2.7", 64, [4, 16, 64], 4, 4, {"decode_n": 128}, rows)
+        masked("GLM-5.1", 16, [1, 4, 16], 16, 6, {"decode_n": 64}, rows)
+        masked("M2.7", 64, [4, 16, 64], 4, 4, {"decode_n": 64}, rows)
     report("apk_fig13", rows, args.json)
 
 
