@@ -19,6 +19,7 @@ from vllm_expertplex.planner.search import (
     search,
     search_exhaustive,
 )
+from vllm_expertplex.planner.search_shared import search_shared
 from vllm_expertplex.planner.setup import Setting, add_setting_arguments, setting_from
 
 HELP = "find the layout, parallelism and SM budget of the highest goodput; needs no GPU"
@@ -52,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="one deployment, even where several smaller ones of whole nodes would serve more",
     )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="a MoE server on every GPU, beside the attention servers, as with fewer than 3 GPUs",
+    )
     parser.add_argument("--exhaustive", action="store_true", help="Algorithm 1 as written; slower")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan for `vllm serve`")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
@@ -73,7 +79,13 @@ def run(args: argparse.Namespace) -> int:
         if args.executor == "asyncep":
             return _run_asyncep(setting, args)
         plan = find_plan(
-            setting, args.gpus, args.placement, args.exhaustive, args.layout, not args.one
+            setting,
+            args.gpus,
+            args.placement,
+            args.exhaustive,
+            args.layout,
+            not args.one,
+            args.shared,
         )
         if args.output is not None:
             write_plan(plan, args.output)
@@ -100,8 +112,12 @@ def _check(args: argparse.Namespace) -> None:
     check_writable("--output", args.output)
     if args.json and args.compare:
         raise ValueError("--json prints the plan and nothing else: leave out --json or --compare")
+    if args.shared and (args.exhaustive or args.placement != "auto"):
+        raise ValueError(
+            "--shared has one placement and tries all of it: leave out --placement, --exhaustive"
+        )
     if args.executor == "asyncep":
-        for option in ("layout", "output", "compare"):
+        for option in ("layout", "output", "compare", "shared"):
             if getattr(args, option) not in (None, False):
                 raise ValueError(
                     f"--{option} is for --executor expertplex: an AsyncEP plan has no layout and "
@@ -128,11 +144,15 @@ def find_plan(
     exhaustive: bool = False,
     layout: str | None = None,
     split: bool = False,
+    shared: bool = False,
 ) -> Plan:
     """Search and explain. Raises `Infeasible` when nothing serves the load, or ValueError.
 
-    split: also consider several equal deployments of whole nodes in place of one.
+    split: also consider several equal deployments of whole nodes in place of one. shared: a MoE
+    server on every GPU; fewer than three GPUs always are.
     """
+    if shared or gpus < 3:
+        return _find_shared(setting, gpus, layout)
     if layout is not None:
         given = Layout.parse(layout)
         servers = given.prefill + given.decode + given.moe
@@ -164,6 +184,27 @@ def find_plan(
     if best is None:
         raise explain(setting, gpus, placement)
     return make_plan(setting, gpus // copies, placement, best, copies)
+
+
+def _find_shared(setting: Setting, gpus: int, text: str | None) -> Plan:
+    if gpus > setting.gpu.gpus_per_node:
+        raise ValueError(
+            f"--shared: a deployment is served by one node, of {setting.gpu.gpus_per_node} GPUs "
+            f"here, found {gpus}; use fewer, or leave --shared out"
+        )
+    layout = Layout.parse(text) if text is not None else None
+    if layout and (layout.moe != gpus or max(layout.prefill, layout.decode) > gpus):
+        raise ValueError(
+            f"layout {layout} on {gpus} shared GPUs: expected {gpus} MoE servers, one on each, and "
+            f"at most as many of prefill and of decode, for example 1P1D{gpus}E"
+        )
+    found = search_shared(setting, gpus, layout)
+    if not found:
+        raise explain(setting, gpus, "free", shared=True)
+    (sharing, best), *rest = found
+    return make_plan(
+        setting._replace(sharing=sharing), gpus, "free", best, rest=[c for _, c in rest]
+    )
 
 
 def _divisions(gpus: int, node: int) -> list[int]:

@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from vllm_expertplex.layout import Layout
 from vllm_expertplex.planner.search import search
+from vllm_expertplex.planner.search_shared import search_shared
 from vllm_expertplex.planner.setup import Setting
+from vllm_expertplex.planner.sharing import Sharing
 from vllm_expertplex.planner.workload import Targets
 
 NO_TARGET = 1e6  # seconds
@@ -24,10 +27,22 @@ def exit_code(error: ValueError) -> int:
     return 1 if isinstance(error, Infeasible) else 2
 
 
-def explain(setting: Setting, gpus: int, placement: str) -> Infeasible:
+def explain(setting: Setting, gpus: int, placement: str, shared: bool = False) -> Infeasible:
     """The error to raise after a search found nothing."""
+    full = (
+        _shared_memory(setting, gpus)
+        if shared
+        else _memory(setting, gpus) or _attention(setting, gpus)
+    )
+
+    def feasible(targets: Targets) -> bool:
+        lifted = setting._replace(targets=targets)
+        if shared:
+            return bool(search_shared(lifted, gpus))
+        return search(lifted.problem(gpus), lifted.space(gpus, placement)) is not None
+
     text = (
-        _memory(setting, gpus) or _attention(setting, gpus) or _targets(setting, gpus, placement)
+        full or _targets(setting, gpus, feasible)
         or f"no layout of {gpus} x {setting.gpu.name} serves the load, not even "
         f"within {NO_TARGET:g} s; a rate or an assumption is far off: check --gpu-set, --set"
     )  # fmt: skip
@@ -37,13 +52,6 @@ def explain(setting: Setting, gpus: int, placement: str) -> Infeasible:
 def _memory(setting: Setting, gpus: int) -> str | None:
     memory, model = setting.memory(), setting.model
     most = min(gpus - 2, model.experts)
-    if most < 1:
-        here, layout = ("1 GPU", "1P1D1E") if gpus == 1 else (f"{gpus} GPUs", "1P1D2E or 1P2D2E")
-        return (
-            f"{here}: a plan has at least 3, one each for a prefill, a decode and a MoE server; on "
-            f"fewer, servers share GPUs, which no plan foresees: vllm serve MODEL --executor "
-            f"expertplex --expertplex-layout {layout} (docs/gpu.md)"
-        )
     need = float(memory.moe_server(1.0, 1.0, most))
     if need <= memory.usable:
         return None
@@ -61,6 +69,36 @@ def _memory(setting: Setting, gpus: int) -> str | None:
     if model.expert_bytes > 0.9:
         ways.append("a checkpoint with smaller weights")
     return f"{head}; what would do: {', or '.join(ways)}"
+
+
+def _shared_memory(setting: Setting, gpus: int) -> str | None:
+    """Where not even a request fits beside a MoE server on every GPU: how many GPUs would do."""
+    w, a = setting.workload, setting.assumptions
+    length = w.mean_input + w.mean_output
+
+    def room(count: int) -> tuple[int, float]:
+        """Requests, and bytes of a GPU with all its weights and buffers."""
+        memory = setting._replace(sharing=Sharing(Layout(1, 1, count), 50, 50)).memory()
+        readers = 2 if count == 1 else 1
+        held = float(memory.moe_server(1, 1, count)) + readers * memory.attention_server(1)
+        return memory.requests(1, length), held
+
+    requests, need = room(gpus)
+    if requests:
+        return None
+    enough = [count for count in range(1, setting.model.experts + 1) if room(count)[0]]
+    ways = []
+    if enough:
+        option = " (--shared)" if enough[0] > 2 else ""
+        ways.append(f"at least {enough[0]} of these GPUs{option}")
+    size = need / a.memory_utilisation / 1e9
+    ways.append(f"GPUs of more than {size:.0f} GB")
+    return (
+        f"{setting.model.name} does not fit on {gpus} x {setting.gpu.name} that its servers share: "
+        f"experts, buffers and attention take {need / 1e9:.1f} GB of each, and KV of {length:.0f} "
+        f"tokens comes on top, of {setting.memory().usable / 1e9:.1f} GB usable; what would do: "
+        f"{', or '.join(ways)}"
+    )
 
 
 def _fewest_moe(setting: Setting) -> int:
@@ -85,14 +123,9 @@ def _attention(setting: Setting, gpus: int) -> str | None:
     )
 
 
-def _targets(setting: Setting, gpus: int, placement: str) -> str | None:
+def _targets(setting: Setting, gpus: int, feasible: Callable[[Targets], bool]) -> str | None:
     """The smallest changes of the targets that make a layout feasible, found by searching."""
     asked = setting.targets
-
-    def feasible(targets: Targets) -> bool:
-        lifted = setting._replace(targets=targets)
-        return search(lifted.problem(gpus), lifted.space(gpus, placement)) is not None
-
     if not feasible(Targets(NO_TARGET, NO_TARGET)):
         return None
     ways = []

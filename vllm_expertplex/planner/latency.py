@@ -1,7 +1,8 @@
 """Iteration times: components put together along the critical path, with TBO and SBO.
 
 Owns: T_p and T_d of the ExpertPlex paper (section 6) for given servers, batch and SM share, and
-eq. (4). Must not know: search, queues. Times in seconds; array arguments broadcast.
+eq. (4). Must not know: search, queues. Times in seconds; array arguments broadcast. `sms` is always
+a part of what MoE servers have of their GPUs.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from vllm_expertplex.planner.kernels import DECODE, PREFILL, Kernels
 from vllm_expertplex.planner.models import ModelSpec, Number
 from vllm_expertplex.planner.network import Network, OneGroup
 from vllm_expertplex.planner.routing import Routing
+from vllm_expertplex.planner.sharing import Shares
 
 NO_OVERLAP, SBO, TBO = "none", "sbo", "tbo"
 Array = NDArray[Any]
@@ -42,11 +44,20 @@ class Latency:
         routing: Routing,
         assumptions: Assumptions,
         nodes: int,
+        shares: Shares = Shares(),  # noqa: B008
     ) -> None:
         self.model, self.gpu, self.kernels = model, gpu, kernels
-        self.routing, self.assumptions = routing, assumptions
+        self.routing, self.assumptions, self.shares = routing, assumptions, shares
         self.network = Network(model, gpu, assumptions, nodes)
         self.overlaps = (NO_OVERLAP, SBO, TBO) if model.shared_intermediate else (NO_OVERLAP, TBO)
+        # Two batches at once are not served in decode; the paper's plans for GPUs of their own
+        # have them all the same.
+        self.decode_overlaps = self.overlaps if shares == Shares() else self.overlaps[:-1]
+
+    @property
+    def moe_sms(self) -> Number:
+        """SMs that a MoE server has."""
+        return np.rint(self.gpu.sms * self.shares.moe)
 
     def as_one_group(self, gpus: int) -> None:
         """Attention is tensor-parallel over the `gpus` GPUs that hold the experts."""
@@ -87,9 +98,9 @@ class Latency:
         """
         rounds = np.maximum(1.0, each * length / self.assumptions.prefill_tokens)
         attention = self.kernels.prefill_attention(each, length, tp)
-        attention = attention + self.kernels.head(each, tp)
+        attention = (attention + self.kernels.head(each, tp)) / self.shares.prefill
         reduce = self.network.all_reduce(each * length / rounds, tp) * rounds * self.model.layers
-        shared = self.kernels.shared_experts(each * length, tp)
+        shared = self.kernels.shared_experts(each * length, tp) / self.shares.prefill
         half = 2.0 if overlap == TBO else 1.0  # micro-batches
         moe, exchange = self.routed(
             PREFILL, each * length / tp, tokens, servers, sms, rounds * half, hierarchical=True
@@ -121,12 +132,16 @@ class Latency:
         tp: int = 1,
         overlap: str = NO_OVERLAP,
     ) -> Parts:
-        """`each` queries at context `length` on the fullest decode server, `batch` over all."""
+        """`each` queries at context `length` on the fullest decode server, `batch` over all.
+
+        It reads memory; as many SMs as saturate it are all that decode's attention needs.
+        """
         half = 2.0 if overlap == TBO else 1.0
+        speed = np.minimum(1.0, self.shares.decode / self.assumptions.hbm_saturation)
         attention = self.kernels.decode_attention(each / half, length, tp) * half
-        attention = attention + self.kernels.head(each, tp)
+        attention = (attention + self.kernels.head(each, tp)) / speed
         reduce = self.network.all_reduce(each / half, tp) * half * self.model.layers
-        shared = self.kernels.shared_experts(each / half, tp) * half
+        shared = self.kernels.shared_experts(each / half, tp) * half / speed
         moe, exchange = self.routed(
             DECODE, each / tp, batch, servers, sms, half, hierarchical=False
         )
@@ -161,7 +176,7 @@ class Latency:
         a = self.assumptions
         tile = a.contiguous_tile if phase == PREFILL else a.masked_tile
         load = self.routing.load(servers, np.asarray(tokens / rounds), tile)
-        moe = self.kernels.routed_experts(phase, load, sms) * rounds
+        moe = self.kernels.routed_experts(phase, load, sms * self.shares.moe) * rounds
         exchange = self.network.exchange(
             per_source / rounds,
             tokens / rounds,

@@ -24,6 +24,7 @@ class Memory:
         self.gpu = gpu
         self.assumptions = assumptions
         self.usable = gpu.memory_bytes * assumptions.memory_utilisation
+        self.attention_usable = self.usable  # of it, what one attention server may take
 
     def experts(self, servers: Number) -> Number:
         """Routed-expert bytes on the fullest of `servers` MoE servers."""
@@ -53,6 +54,13 @@ class Memory:
     def moe_fits(self, prefill: Number, decode: Number, servers: Number) -> NDArray[np.bool_]:
         return np.asarray(self.moe_server(prefill, decode, servers) <= self.usable)
 
+    def share(self, prefill: int, decode: int, servers: int, readers: int) -> None:
+        """`readers` attention servers share what a MoE server leaves of its GPU, evenly
+        (`serve/gpu_memory.py`).
+        """
+        held = float(self.moe_server(prefill, decode, servers))
+        self.attention_usable = (self.usable - held) / readers
+
     def prefill_bounds(
         self, servers: Array, total: Array, tp_prefill: int, tp_decode: int
     ) -> tuple[Array, Array]:
@@ -79,7 +87,7 @@ class Memory:
 
         Negative when the attention weights do not fit.
         """
-        return (self.usable - self.attention_server(tp)) / self.model.kv_share(tp)
+        return (self.attention_usable - self.attention_server(tp)) / self.model.kv_share(tp)
 
     def requests(self, tp: int, length: float) -> int:
         """Requests of `length` tokens one group of `tp` GPUs can hold."""
@@ -88,5 +96,5 @@ class Memory:
 
     def kv_tokens(self, tp: int, beside: float = 0.0) -> float:
         """KV capacity in tokens of one group whose GPUs hold `beside` bytes more of weights."""
-        free = self.usable - self.attention_server(tp) - beside
+        free = self.attention_usable - self.attention_server(tp) - beside
         return max(0.0, free / self.model.kv_share(tp) / max(self.model.kv_bytes_per_token, 1.0))

@@ -8,15 +8,19 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from vllm_expertplex.layout import Layout
 from vllm_expertplex.planner.assumptions import changed
 from vllm_expertplex.planner.files import read, write
 from vllm_expertplex.planner.latency import Parts
 from vllm_expertplex.planner.numbers import Count, Positive
 from vllm_expertplex.planner.rates import Problem
 from vllm_expertplex.planner.search import Candidate, all_layouts, search
+from vllm_expertplex.planner.search_shared import search_shared
 from vllm_expertplex.planner.setup import Setting
+from vllm_expertplex.planner.sharing import Sharing
 
 VERSION = 1
+Percent = Annotated[int, msgspec.Meta(ge=1, le=99)]
 
 
 class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +55,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     decode_sms: SM budget q of decode on every MoE GPU under contention. copies: equal deployments
     to run side by side; everything else describes one of them. goodput: requests/s of one,
-    predicted by the latency model and not measured.
+    predicted by the latency model and not measured. moe_sm_percent: only where servers share GPUs;
+    prefill_sm_percent: only where prefill and decode servers do.
     """
 
     version: int = VERSION
@@ -63,6 +68,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ttft: float
     tpot: float
     layout: Annotated[str, msgspec.Meta(pattern="^[0-9]+P[0-9]+D[0-9]+E$")]
+    moe_sm_percent: Percent | None = None
+    prefill_sm_percent: Percent | None = None
     decode_sms: Count
     gpu_sms: Count
     prefill: PhasePlan
@@ -79,6 +86,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: dict[str, float | int | str]
     changed_assumptions: dict[str, object]
     sources: dict[str, str]
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How servers share GPUs; None where each has its own."""
+        if self.moe_sm_percent is None:
+            return None
+        prefill = self.prefill_sm_percent or 100
+        return Sharing(Layout.parse(self.layout), self.moe_sm_percent, prefill)
 
 
 class _Version(msgspec.Struct):
@@ -109,11 +124,21 @@ def write_plan(plan: Plan, path: str) -> None:
 
 
 def make_plan(
-    setting: Setting, gpus: int, placement: str, best: Candidate, copies: int = 1
+    setting: Setting,
+    gpus: int,
+    placement: str,
+    best: Candidate,
+    copies: int = 1,
+    rest: list[Candidate] | None = None,
 ) -> Plan:
-    """Turn the search's answer into a plan with its reasons."""
+    """Turn the search's answer into a plan with its reasons.
+
+    rest: other layouts, best first, to compare with; found here if None.
+    """
     problem = setting.problem(gpus)
-    a = setting.assumptions
+    a, sharing = setting.assumptions, setting.sharing
+    if rest is None:
+        rest = _next_best(problem, setting, gpus, placement, best)
     load = setting.routing.load(
         np.array([best.moe]), np.array([float(best.decode_batch)]), a.masked_tile
     )
@@ -127,6 +152,8 @@ def make_plan(
         ttft=setting.targets.ttft,
         tpot=setting.targets.tpot,
         layout=best.layout,
+        moe_sm_percent=sharing.moe_sm_percent if sharing else None,
+        prefill_sm_percent=sharing.prefill_sm_percent if sharing and sharing.crowded else None,
         decode_sms=best.q,
         gpu_sms=setting.gpu.sms,
         prefill=_phase(problem, best, "prefill"),
@@ -137,7 +164,10 @@ def make_plan(
         max_prefill_tokens=a.prefill_tokens,
         max_decode_batch=-(-best.decode_batch * best.tp_decode // best.decode),
         memory=_memory(setting, best),
-        next_best=_next_best(problem, setting, gpus, placement, best),
+        next_best=[
+            (c.layout, c.goodput, "prefill" if c.prefill_rate <= c.decode_rate else "decode")
+            for c in rest[:4]
+        ],
         one_more=_one_more(setting, gpus, placement),
         expects={
             "x_moe": float(load.x_moe[0]),
@@ -222,7 +252,7 @@ def _binds(problem: Problem, c: Candidate, phase: str) -> str:
 def _reasons(setting: Setting, c: Candidate, unit: int) -> list[str]:
     """Why this split: what holds each role's count up or down."""
     memory, reasons = setting.memory(), []
-    fewer = c.moe - unit
+    fewer = c.moe - unit if setting.sharing is None else 0
     sources = (c.prefill / c.tp_prefill, c.decode / c.tp_decode)
     if fewer > 0 and not memory.moe_fits(*sources, fewer):
         need = float(memory.moe_server(*sources, fewer)) / 1e9
@@ -245,13 +275,15 @@ def _memory(setting: Setting, c: Candidate) -> list[MemoryUse]:
     uses = []
     for role, tp in (("prefill", c.tp_prefill), ("decode", c.tp_decode)):
         weights = setting.model.attention_server_bytes / tp
-        rest = memory.usable - memory.attention_server(tp)
+        rest = memory.attention_usable - memory.attention_server(tp)
         uses.append(
             MemoryUse(role=role, weights=weights, buffers=0, reserve=a.graph_reserve, rest=rest)
         )
     weights = float(memory.experts(c.moe))
     buffers = float(memory.buffers(c.prefill / c.tp_prefill, c.decode / c.tp_decode, c.moe))
     rest = memory.usable - weights - buffers - a.runtime_reserve
+    if setting.sharing:  # which attention servers on the same GPU take
+        rest -= memory.attention_usable * setting.sharing.readers
     uses.append(
         MemoryUse(
             role="MoE", weights=weights, buffers=buffers, reserve=a.runtime_reserve, rest=rest
@@ -262,21 +294,22 @@ def _memory(setting: Setting, c: Candidate) -> list[MemoryUse]:
 
 def _next_best(
     problem: Problem, setting: Setting, gpus: int, placement: str, best: Candidate
-) -> list[tuple[str, float, str]]:
-    """(layout, goodput, what limits it) of the layouts after the best; at most 64 GPUs."""
+) -> list[Candidate]:
+    """The layouts after the best; at most 64 GPUs."""
     if gpus > 64:
         return []
-    rest = [
-        c for c in all_layouts(problem, setting.space(gpus, placement)) if c.layout != best.layout
-    ]
     return [
-        (c.layout, c.goodput, "prefill" if c.prefill_rate <= c.decode_rate else "decode")
-        for c in rest[:4]
+        c for c in all_layouts(problem, setting.space(gpus, placement)) if c.layout != best.layout
     ]
 
 
 def _one_more(setting: Setting, gpus: int, placement: str) -> list[tuple[str, str, float]]:
     """(what is added, best layout then, goodput then)."""
+    if setting.sharing:
+        if gpus >= setting.gpu.gpus_per_node:
+            return []
+        more = search_shared(setting._replace(sharing=None), gpus + 1)
+        return [("one GPU, shared", c.layout, c.goodput) for _, c in more[:1]]
     node = setting.gpu.gpus_per_node
     steps = [("one GPU", gpus + 1, "free")]
     if gpus % node == 0:

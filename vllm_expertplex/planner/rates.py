@@ -35,7 +35,6 @@ class Problem:
         self.latency, self.memory = latency, memory
         self.workload, self.targets = workload, targets
         a = latency.assumptions
-        self.sms = latency.gpu.sms
         self.prefill_limit = a.ttft_share * targets.ttft
         self.decode_limit = a.tpot_share * targets.tpot
         self.context = workload.mean_input + workload.mean_output / 2
@@ -45,7 +44,7 @@ class Problem:
         self, batch: Array, gpus: Array, moe: Array, q: Array, tp: int, overlap: str
     ) -> Parts:
         """T_p: prefill sees the SMs that decode's budget leaves (Algorithm 1 to the letter)."""
-        sms = (self.sms - q) / self.sms
+        sms = 1.0 - q / self.latency.moe_sms
         sources = np.maximum(1, gpus // tp)
         return self.latency.prefill(batch, self.workload.mean_input, sources, moe, sms, tp, overlap)
 
@@ -53,15 +52,18 @@ class Problem:
         self, batch: Array, gpus: Array, moe: Array, q: Array, tp: int, overlap: str
     ) -> Parts:
         """T_d under contention: decode has its budget q."""
-        sources = np.maximum(1, gpus // tp)
-        return self.latency.decode(batch, self.context, sources, moe, q / self.sms, tp, overlap)
+        sources, sms = np.maximum(1, gpus // tp), q / self.latency.moe_sms
+        return self.latency.decode(batch, self.context, sources, moe, sms, tp, overlap)
 
     def prefill_rate(self, gpus: Array, moe: Array, q: Array, tp: int) -> Rate:
         """Largest B_p / T_p with T_p within the target; 0 where no batch is."""
         held = self.memory.requests(tp, self.workload.mean_input)
         cap = min(held, self.latency.assumptions.max_prefill_requests)
         sources = gpus // tp
-        best = self._best(self.prefill_parts, self.prefill_limit, sources, cap, gpus, moe, q, tp)
+        overlaps = self.latency.overlaps
+        best = self._best(
+            self.prefill_parts, overlaps, self.prefill_limit, sources, cap, gpus, moe, q, tp
+        )
         return best._replace(rate=np.minimum(best.rate, sources / max(self.kv_transfer, 1e-12)))
 
     def decode_rate(self, gpus: Array, moe: Array, q: Array, tp: int) -> Rate:
@@ -69,13 +71,17 @@ class Problem:
         whole = self.workload.mean_input + self.workload.mean_output
         cap = min(self.memory.requests(tp, whole), self.latency.assumptions.decode_slots)
         sources = gpus // tp
-        best = self._best(self.decode_parts, self.decode_limit, sources, cap, gpus, moe, q, tp)
+        overlaps = self.latency.decode_overlaps
+        best = self._best(
+            self.decode_parts, overlaps, self.decode_limit, sources, cap, gpus, moe, q, tp
+        )
         rate = best.rate / self.workload.mean_output
         return best._replace(rate=np.minimum(rate, sources / max(self.kv_transfer, 1e-12)))
 
     def _best(
         self,
         parts: Callable[..., Parts],
+        overlaps: tuple[str, ...],
         limit: float,
         sources: Array,
         cap: int,
@@ -92,7 +98,7 @@ class Problem:
         best = np.zeros(np.shape(gpus))
         batch = np.zeros(np.shape(gpus))
         which = np.zeros(np.shape(gpus), dtype=np.int64)
-        for index, overlap in enumerate(self.latency.overlaps):
+        for index, overlap in enumerate(overlaps):
             seconds = partial(_seconds, parts, gpus, moe, q, tp, overlap)
             fits = partial(_fits, seconds, limit)
             per_server = largest_that(

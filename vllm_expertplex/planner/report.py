@@ -6,6 +6,7 @@ from rich.table import Table
 
 from vllm_expertplex.planner.assumptions import REASONS
 from vllm_expertplex.planner.plan import Plan
+from vllm_expertplex.planner.sharing import sms_of
 
 MS = 1e3
 
@@ -21,11 +22,14 @@ def print_plan(plan: Plan, console: Console, assumptions: bool = True) -> None:
         f"[bold]{plan.layout}[/]  for {escape(plan.model)} on {plan.gpus} x {plan.gpu}, load "
         f"{escape(plan.workload)}, TTFT {plan.ttft:g} s, TPOT {plan.tpot:g} s"
     )
+    moe_sms = sms_of(plan.moe_sm_percent or 100, plan.gpu_sms)
     console.print(
         f"predicted goodput [bold]{plan.goodput:.3g} requests/s[/] (model, not measured); decode "
-        f"has {plan.decode_sms} of {plan.gpu_sms} SMs on MoE GPUs under contention; "
+        f"has {plan.decode_sms} of {moe_sms} SMs of MoE servers under contention; "
         f"{plan.limited_by} is the limit"
     )
+    if plan.moe_sm_percent:
+        console.print(_shared(plan, moe_sms))
     for reason in plan.reasons:
         console.print(f"- {reason}")
     console.print(f"- prefill is bound by {plan.prefill.binds}")
@@ -37,6 +41,19 @@ def print_plan(plan: Plan, console: Console, assumptions: bool = True) -> None:
         console.print(_assumptions(plan))
     for what, source in plan.sources.items():
         console.print(f"[dim]{what}: {escape(source)}[/]")
+
+
+def _shared(plan: Plan, moe_sms: int) -> str:
+    text = (
+        f"servers share every GPU: [bold]moe_sm_percent {plan.moe_sm_percent}[/], MoE servers "
+        f"hold {moe_sms} of its {plan.gpu_sms} SMs"
+    )
+    if plan.prefill_sm_percent:
+        text += (
+            f", and [bold]prefill_sm_percent {plan.prefill_sm_percent}[/] of the others is for "
+            "prefill beside decode"
+        )
+    return text
 
 
 def _phases(plan: Plan) -> Table:
@@ -56,7 +73,9 @@ def _phases(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(title="Memory of the fullest GPU of each role (GB)")
+    shared = " (one GPU has a MoE server and up to one of each other)"
+    title = "Memory of the fullest GPU of each role (GB)"
+    table = Table(title=title + (shared if plan.moe_sm_percent else ""))
     for name in ("role", "weights", "APK buffers", "reserve", "KV cache / free"):
         table.add_column(name, justify="right", overflow="fold")
     for m in plan.memory:

@@ -102,7 +102,7 @@ def _cross(
         prefill, decode = rates(steps)
         best = _better(
             best,
-            _pick(problem, steps * step_p, decode_gpus(steps), moe, q, tp_p, tp_d, prefill, decode),
+            pick(problem, steps * step_p, decode_gpus(steps), moe, q, tp_p, tp_d, prefill, decode),
         )
     return best
 
@@ -132,7 +132,7 @@ def fixed_layout(problem: Problem, space: Space, layout: Layout) -> Candidate | 
                 continue
             rate_p = problem.prefill_rate(p, e, q, tp_p)
             rate_d = problem.decode_rate(d, e, q, tp_d)
-            best = _better(best, _pick(problem, p, d, e, q, tp_p, tp_d, rate_p, rate_d))
+            best = _better(best, pick(problem, p, d, e, q, tp_p, tp_d, rate_p, rate_d))
     return best
 
 
@@ -168,7 +168,7 @@ def _everything(problem: Problem, space: Space, tp_p: int, tp_d: int) -> Iterato
         rate_p = problem.prefill_rate(p, moe, budget, tp_p)
         rate_d = problem.decode_rate(d, moe, budget, tp_d)
         for row in range(shape[0]):
-            picked = _pick(
+            picked = pick(
                 problem, p[row], d[row], moe[row], budget[row], tp_p, tp_d,
                 Rate(*(x[row] for x in rate_p)), Rate(*(x[row] for x in rate_d)),
             )  # fmt: skip
@@ -176,7 +176,7 @@ def _everything(problem: Problem, space: Space, tp_p: int, tp_d: int) -> Iterato
                 yield picked
 
 
-def _pick(
+def pick(
     problem: Problem, prefill: Array, decode: Array, moe: Array, q: Array, tp_p: int, tp_d: int,
     rate_p: Rate, rate_d: Rate,
 ) -> Candidate | None:  # fmt: skip

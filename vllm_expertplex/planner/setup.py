@@ -22,13 +22,17 @@ from vllm_expertplex.planner.profile import ProfiledKernels, read_profile
 from vllm_expertplex.planner.rates import Problem
 from vllm_expertplex.planner.routing import Routing, lognormal_popularity, read_histogram
 from vllm_expertplex.planner.search import Space
+from vllm_expertplex.planner.sharing import Shares, Sharing
 from vllm_expertplex.planner.workload import Targets, Workload, load_workload
 
 MOST_GPUS = 1_000_000
 
 
 class Setting(NamedTuple):
-    """Everything given; `latency(gpus)` builds the model of a deployment of that many GPUs."""
+    """Everything given; `latency(gpus)` builds the model of a deployment of that many GPUs.
+
+    sharing: how servers share GPUs; None where each has its own.
+    """
 
     model: ModelSpec
     gpu: Gpu
@@ -37,13 +41,21 @@ class Setting(NamedTuple):
     assumptions: Assumptions
     routing: Routing
     kernels: Kernels
+    sharing: Sharing | None = None
 
     def latency(self, gpus: int) -> Latency:
         nodes = -(-gpus // self.gpu.gpus_per_node)
-        return Latency(self.model, self.gpu, self.kernels, self.routing, self.assumptions, nodes)
+        shares = self.sharing.shares(self.gpu.sms) if self.sharing else Shares()
+        return Latency(
+            self.model, self.gpu, self.kernels, self.routing, self.assumptions, nodes, shares
+        )
 
     def memory(self) -> Memory:
-        return Memory(self.model, self.gpu, self.assumptions)
+        memory = Memory(self.model, self.gpu, self.assumptions)
+        if self.sharing:
+            layout = self.sharing.layout
+            memory.share(layout.prefill, layout.decode, layout.moe, self.sharing.readers)
+        return memory
 
     def problem(self, gpus: int) -> Problem:
         return Problem(self.latency(gpus), self.memory(), self.workload, self.targets)

@@ -49,7 +49,11 @@ def follow_plan(args: argparse.Namespace) -> dict[str, int]:
         args.max_num_batched_tokens = plan.max_prefill_tokens
     if args.max_num_seqs is None:
         args.max_num_seqs = plan.max_decode_batch
-    return {
+    shares = {
+        "moe_sm_percent": plan.moe_sm_percent,
+        "prefill_sm_percent": plan.prefill_sm_percent,
+    }
+    return {name: percent for name, percent in shares.items() if percent is not None} | {
         # Its steps are full ones. Much smaller ones would rather not be cut.
         "tbo_tokens": plan.max_prefill_tokens // 2 if plan.prefill.overlap == TBO else 0,
         "decode_sms": plan.decode_sms,

@@ -83,7 +83,7 @@ class ModelSteps:
         self.knobs = knobs or Knobs()
         self._overlaps = {
             "prefill": (prefill_overlap,) if prefill_overlap else latency.overlaps,
-            "decode": (decode_overlap,) if decode_overlap else latency.overlaps,
+            "decode": (decode_overlap,) if decode_overlap else latency.decode_overlaps,
         }
         self._known: dict[tuple[float, ...], Timing] = {}
 

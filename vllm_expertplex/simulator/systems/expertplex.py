@@ -53,9 +53,9 @@ class ExpertPlex(System):
         plan: Plan | None = None,
         steps: Steps | None = None,
     ) -> None:
-        super().__init__(setting, gpus, requests, knobs)
         if plan is None:
             raise CannotServe("expertplex: no layout serves the load (see vllm-expertplex plan)")
+        super().__init__(setting._replace(sharing=plan.sharing), gpus, requests, knobs)
         layout = Layout.parse(plan.layout)
         tp_p, tp_d = plan.prefill.tensor_parallel, plan.decode.tensor_parallel
         a = setting.assumptions
@@ -193,10 +193,10 @@ class ExpertPlex(System):
         now = self.decode.running if batch is None else batch
         key = round(max(float(now), 1.0), -1 if now > 64 else 0)
         if key not in self._shares:
-            sms, step = self.setting.gpu.sms, self.setting.assumptions.sm_step
+            sms, step = float(self.latency.moe_sms), self.setting.assumptions.sm_step
             expected = max(1.0, float(self.plan.decode.batch))
             planned = float(self.plan.decode_sms)
-            q = self.latency.decode_budget(planned, key, self.moe, expected, float(sms - step))
+            q = self.latency.decode_budget(planned, key, self.moe, expected, sms - step)
             self._shares[key] = q / sms
         return self._shares[key]
 
