@@ -320,6 +320,7 @@ def kv_transfer_config(settings: ServerSettings, role: str) -> KVTransferConfig:
     """
     return KVTransferConfig(
         kv_connector="NixlConnector",
+        kv_connector_module_path="vllm_expertplex.executor.kv_rows",
         kv_role="kv_producer" if role == PREFILL else "kv_consumer",
         kv_buffer_device=current_platform.device_type,
         engine_id=str(uuid.uuid4()),

@@ -18,6 +18,7 @@ import vllm.v1.engine.utils  # noqa: F401
 from vllm.platforms import current_platform
 
 import vllm_expertplex.executor.executor
+import vllm_expertplex.executor.kv_rows
 import vllm_expertplex.executor.scheduler
 import vllm_expertplex.moe_server.server
 

@@ -89,6 +89,16 @@ def test_answers_are_the_same_when_two_ranks_share_attention(plain: Answers, log
     assert not different(plain._replace(single=asked), ours)
 
 
+@pytest.mark.slow
+def test_answers_are_the_same_with_kv_in_fp8(logs: Path) -> None:
+    fp8 = ("--kv-cache-dtype", "fp8")
+    with _serve(logs, None, *fp8) as server:
+        plain = run(server, only=_of_every_rank)
+    with _serve(logs, "1P1D1E", *fp8) as server:
+        ours = run(server, plain.probe, only=_of_every_rank)
+    assert not different(plain, ours)
+
+
 def _of_every_rank(request: Request) -> bool:
     """Steps of one token and of many, draws of every rank's own generator, grammars."""
     groups = {"lengths", "sampling", "n", "structured", "16 prompts"}
