@@ -42,7 +42,7 @@ class ExpertPlexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     prefill_sm_percent: Annotated[int, msgspec.Meta(ge=1, le=100)] = 60
     """Share of a GPU's SMs, of those that no MoE server holds, that a prefill server may use where
     other attention servers are on that GPU."""
-    moe_sm_percent: Annotated[int, msgspec.Meta(ge=1, le=99)] = 60
+    moe_sm_percent: Annotated[int, msgspec.Meta(ge=1, le=99)] = 50
     """Share of a GPU's SMs that MoE servers hold where attention servers are on that GPU, too."""
     tbo_tokens: NonNegative = 0
     """Prefill steps of at least so many tokens run as two microbatches, one's attention while the
