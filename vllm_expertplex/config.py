@@ -5,7 +5,9 @@ Must not know: processes, tensors, vLLM.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -19,6 +21,8 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 # Key of our settings in vLLM's `additional_config`, which reaches every process. It is hashed into
 # vLLM's compile cache key, so nothing that differs between two starts may be in it.
 ADDITIONAL_CONFIG_KEY = "expertplex"
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # Environment variables, all set by the serve command for its own processes.
 ENV_RUN_DIR = "VLLM_EXPERTPLEX_RUN_DIR"  # owner-only directory of this run: slots, sockets, records
@@ -113,34 +117,42 @@ def settings_in(additional_config: Any, key: str, kind: type[Options]) -> Option
     return None if raw is None else msgspec.convert(raw, kind)
 
 
-def load_config(path: str | None, **overrides: Any) -> ExpertPlexConfig:
+def load_config(
+    path: str | None, planned: Mapping[str, Any] = _NOTHING, **overrides: Any
+) -> ExpertPlexConfig:
     """Read a JSON or TOML file (None: defaults) and apply the options that are not None.
 
-    Raises ValueError that names the file, the option and what was expected.
+    `planned`: in place of defaults. Raises ValueError that names the file, the option and what was
+    expected.
     """
-    return load_options(ExpertPlexConfig, "expertplex", path, overrides)
+    return load_options(ExpertPlexConfig, "expertplex", path, overrides, planned)
+
+
+def read_options(executor: str, path: str | None) -> dict[str, Any]:
+    """What a file of options says (None: nothing). Raises ValueError that names the file."""
+    if path is None:
+        return {}
+    where, file = f"--{executor}-config {path}", Path(path)
+    decode = msgspec.toml.decode if file.suffix == ".toml" else msgspec.json.decode
+    try:
+        return decode(file.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ValueError(f"{where}: {error.strerror}; give a readable JSON or TOML file") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{where}: {error}; expected a JSON or TOML table of options") from None
 
 
 def load_options(
-    kind: type[Options], executor: str, path: str | None, overrides: dict[str, Any]
+    kind: type[Options],
+    executor: str,
+    path: str | None,
+    overrides: Mapping[str, Any],
+    planned: Mapping[str, Any] = _NOTHING,
 ) -> Options:
     """`load_config` for the options of any executor, whose names begin with --`executor`."""
     where = f"--{executor}-config {path}" if path else f"--{executor}-* options"
-    values: dict[str, Any] = {}
-    if path is not None:
-        file = Path(path)
-        try:
-            decode = msgspec.toml.decode if file.suffix == ".toml" else msgspec.json.decode
-            values = decode(file.read_bytes(), type=dict[str, Any])
-        except OSError as error:
-            raise ValueError(
-                f"{where}: {error.strerror}; give a readable JSON or TOML file"
-            ) from None
-        except msgspec.DecodeError as error:
-            raise ValueError(
-                f"{where}: {error}; expected a JSON or TOML table of options"
-            ) from None
-    values |= {name: value for name, value in overrides.items() if value is not None}
+    given = {name: value for name, value in overrides.items() if value is not None}
+    values = {**planned, **read_options(executor, path), **given}
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

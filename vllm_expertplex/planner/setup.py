@@ -31,7 +31,8 @@ MOST_GPUS = 1_000_000
 class Setting(NamedTuple):
     """Everything given; `latency(gpus)` builds the model of a deployment of that many GPUs.
 
-    sharing: how servers share GPUs; None where each has its own.
+    sharing: how servers share GPUs; None where each has its own. ranks: tensor parallelism of every
+    attention server; None for the best of each phase.
     """
 
     model: ModelSpec
@@ -42,6 +43,7 @@ class Setting(NamedTuple):
     routing: Routing
     kernels: Kernels
     sharing: Sharing | None = None
+    ranks: int | None = None
 
     def latency(self, gpus: int) -> Latency:
         nodes = -(-gpus // self.gpu.gpus_per_node)
@@ -88,7 +90,8 @@ class Setting(NamedTuple):
     @property
     def widths(self) -> tuple[int, ...]:
         """Tensor parallelisms of an attention server: those that divide its heads."""
-        return tuple(n for n in (1, 2, 4, 8) if all(a.heads % n == 0 for a in self.model.attention))
+        allowed = (1, 2, 4, 8) if self.ranks is None else (self.ranks,)
+        return tuple(n for n in allowed if all(a.heads % n == 0 for a in self.model.attention))
 
 
 def setting(

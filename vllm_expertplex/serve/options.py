@@ -9,8 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from vllm_expertplex.config import ExpertPlexConfig, ServerSettings, load_config
-from vllm_expertplex.serve.planned import follow_plan
+from vllm_expertplex.config import (
+    ExpertPlexConfig,
+    ServerSettings,
+    load_config,
+    read_options,
+)
+from vllm_expertplex.serve.planned import follow, follow_plan
+from vllm_expertplex.serve.unplanned import plan_here
 
 DUMMY = "dummy"  # vLLM's load format that reads no checkpoint
 EXECUTORS = ("default", "expertplex", "asyncep")
@@ -47,8 +53,9 @@ def add_options(parser: Any) -> Any:
         metavar="xPyDzE",
         default=None,
         action=_ServeAction,
-        help="Numbers of prefill, decode and MoE servers, for example 1P1D1E (the default) or "
-        "1P3D4E. Prefill and decode servers hold attention, MoE servers hold every expert once.",
+        help="Numbers of prefill, decode and MoE servers, for example 1P1D1E (the default on CPUs) "
+        "or 1P3D4E. Prefill and decode servers hold attention, MoE servers hold every expert once. "
+        "On GPUs the default is planned for all that are visible.",
     )
     group.add_argument(
         "--expertplex-config",
@@ -183,21 +190,32 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
         error("the --expertplex-* options need --executor expertplex")
     refuse(args, [allowing_dummy_weights(refusal) for refusal in REFUSALS])
     try:
-        planned = {} if args.expertplex_plan is None else follow_plan(args)
+        planned = _planned(args)
         config = load_config(
             args.expertplex_config,
+            planned,
             layout=args.expertplex_layout,
             tensor_parallel_size=(
                 args.tensor_parallel_size if above_one(args.tensor_parallel_size) else None
             ),
             trace=args.expertplex_trace,
-            **planned,
         )
     except ValueError as invalid:
         error(str(invalid))
     if config.trace is not None:
         _check_trace(config, Path(config.trace))
     return config
+
+
+def _planned(args: argparse.Namespace) -> dict[str, int]:
+    """Options of a plan: the one that was given, or one for those who give no layout either."""
+    if args.expertplex_plan is not None:
+        return follow_plan(args)
+    file = read_options("expertplex", args.expertplex_config)
+    if args.expertplex_layout is not None or "layout" in file:
+        return {}
+    plan = plan_here(args)
+    return {} if plan is None else follow(args, plan, f"a plan for {plan.gpus} x {plan.gpu}")
 
 
 def _check_trace(config: ExpertPlexConfig, file: Path) -> None:

@@ -5,29 +5,38 @@ Owns: what of a plan is served, and which plans cannot be. Must not know: how pl
 
 import argparse
 import math
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm_expertplex.planner.plan import Plan
 
 logger = init_logger(__name__)
 
 
 def follow_plan(args: argparse.Namespace) -> dict[str, int]:
-    """Take layout, ranks and limits from a plan, and return the options that it sets.
-
-    Raises ValueError for one that cannot be run here.
-    """
+    """`follow` the plan in the file that was given."""
     # numpy and the planner: only for those who have a plan.
-    from vllm_expertplex.planner.latency import TBO
     from vllm_expertplex.planner.plan import read_plan
 
     path = args.expertplex_plan
     if args.expertplex_layout is not None:
         raise ValueError("give --expertplex-plan or --expertplex-layout, not both")
-    plan = read_plan(path)
+    return follow(args, read_plan(path), f"--expertplex-plan {path}")
+
+
+def follow(args: argparse.Namespace, plan: "Plan", where: str) -> dict[str, int]:
+    """Take layout, ranks and limits from a plan, and return the options that it sets.
+
+    `where`: what to call it in messages. Raises ValueError for one that cannot be run here.
+    """
+    from vllm_expertplex.planner.latency import TBO
+
     ranks = plan.prefill.tensor_parallel
     if plan.decode.tensor_parallel != ranks:
         raise ValueError(
-            f"--expertplex-plan {path}: tensor parallelism {ranks} in prefill and "
+            f"{where}: tensor parallelism {ranks} in prefill and "
             f"{plan.decode.tensor_parallel} in decode, and only one for both is served; choose a "
             "layout yourself with --expertplex-layout and --tensor-parallel-size"
         )
@@ -35,14 +44,14 @@ def follow_plan(args: argparse.Namespace) -> dict[str, int]:
         raise ValueError("give --expertplex-plan or --tensor-parallel-size, not both")
     if plan.copies > 1:
         raise ValueError(
-            f"--expertplex-plan {path}: {plan.copies} deployments side by side; start each with "
+            f"{where}: {plan.copies} deployments side by side; start each with "
             f"--expertplex-layout {plan.layout} and its own port"
         )
     if plan.decode.overlap == TBO:
         logger.warning(
-            "--expertplex-plan %s counts on two batches at once in decode, too, which are not "
-            "served: TPOT will be longer than planned",
-            path,
+            "%s counts on two batches at once in decode, too, which are not served: TPOT will be "
+            "longer than planned",
+            where,
         )
     args.expertplex_layout, args.tensor_parallel_size = plan.layout, ranks
     if args.max_num_batched_tokens is None:

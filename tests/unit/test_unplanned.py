@@ -1,0 +1,105 @@
+"""Without a layout: one is planned for the GPUs there are, and none where that cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import vllm.platforms
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_expertplex.config import ExpertPlexConfig
+from vllm_expertplex.planner.model_catalogue import CATALOGUE
+from vllm_expertplex.serve import options
+
+Check = Callable[..., tuple[argparse.Namespace, ExpertPlexConfig]]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """The serve command's options on a machine with these GPUs."""
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+    def run(
+        model: str, gpus: int, *given: str, gpu: str = "NVIDIA H200"
+    ) -> tuple[argparse.Namespace, ExpertPlexConfig]:
+        (tmp_path / "config.json").write_text(json.dumps(CATALOGUE[model]))
+        machine = SimpleNamespace(
+            is_cpu=lambda: gpus == 0, device_count=lambda: gpus, get_device_name=lambda: gpu
+        )
+        monkeypatch.setattr(vllm.platforms, "current_platform", machine, raising=False)
+        args = parser.parse_args([str(tmp_path), "--executor", "expertplex", *given])
+        return args, options.check(args)
+
+    return run
+
+
+def test_all_gpus_of_a_node_are_planned_for(check: Check) -> None:
+    args, config = check("minimax-m2.7", 8)
+    layout = config.parsed_layout
+    assert layout.prefill + layout.decode + layout.moe == 8
+    assert config.tensor_parallel_size == 1
+    assert 0 < config.decode_sms < 132
+    assert args.max_num_seqs > 0
+    assert args.max_num_batched_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [("qwen3-30b-a3b", 2), pytest.param("minimax-m2.7", 3, id="experts that fit no single GPU")],
+)
+def test_gpus_are_shared_where_they_are_few(check: Check, model: str, gpus: int) -> None:
+    _, config = check(model, gpus)
+    assert config.parsed_layout.moe == gpus
+    assert 0 < config.decode_sms <= 132 * config.moe_sm_percent // 100
+
+
+def test_what_a_file_says_is_kept(check: Check, tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text("moe_sm_percent = 33\ntbo_tokens = 77")
+    _, config = check("qwen3-30b-a3b", 2, "--expertplex-config", str(file))
+    assert (config.moe_sm_percent, config.tbo_tokens) == (33, 77)
+    file.write_text('layout = "1P1D2E"')
+    _, config = check("qwen3-30b-a3b", 2, "--expertplex-config", str(file))
+    assert config == ExpertPlexConfig(layout="1P1D2E")
+
+
+def test_a_layout_that_is_given_is_taken(check: Check) -> None:
+    _, config = check("minimax-m2.7", 8, "--expertplex-layout", "1P2D3E")
+    assert config == ExpertPlexConfig(layout="1P2D3E")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "gpu", "why"),
+    [
+        ("minimax-m2.7", 8, "NVIDIA A100-SXM4-80GB", "none of the GPUs the planner knows"),
+        ("minimax-m2.7", 1, "NVIDIA H200", "does not fit"),
+    ],
+)
+def test_why_there_is_no_plan_is_said(
+    check: Check,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    gpus: int,
+    gpu: str,
+    why: str,
+) -> None:
+    from vllm_expertplex.serve.unplanned import logger
+
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: warnings.append(text % values))
+    _, config = check(model, gpus, gpu=gpu)
+    assert config == ExpertPlexConfig()
+    assert len(warnings) == 1
+    assert why in warnings[0]
+
+
+def test_cpus_are_not_planned(check: Check) -> None:
+    _, config = check("minimax-m2.7", 0)
+    assert config == ExpertPlexConfig()
