@@ -203,9 +203,11 @@ def plot(records: Sequence[Record], folder: Path) -> None:
             axis.axhline(SHARE, color="grey", linewidth=0.5)
             axis.set(title=field, xlabel="requests per second", ylim=(0, 1.05))
         axes[0].set_ylabel("share of requests")
-        axes[-1].legend(fontsize="x-small")
         load = loads[0]
         figure.suptitle(f"{load.workload}: TTFT {load.ttft:g} s, TPOT {1e3 * load.tpot:g} ms")
         figure.tight_layout()
-        figure.savefig(folder / f"goodput_{re.sub('[^a-z0-9-]+', '-', asked.lower())}.png")
+        lines = axes[-1].get_legend_handles_labels()  # names are longer than an axis is wide
+        figure.legend(*lines, ncols=2, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0))
+        name = f"goodput_{re.sub('[^a-z0-9-]+', '-', asked.lower())}.png"
+        figure.savefig(folder / name, bbox_inches="tight")
         plt.close(figure)
