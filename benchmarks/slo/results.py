@@ -206,8 +206,8 @@ def plot(records: Sequence[Record], folder: Path) -> None:
         load = loads[0]
         figure.suptitle(f"{load.workload}: TTFT {load.ttft:g} s, TPOT {1e3 * load.tpot:g} ms")
         figure.tight_layout()
-        lines = axes[-1].get_legend_handles_labels()  # names are longer than an axis is wide
-        figure.legend(*lines, ncols=2, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0))
+        lines = axes[-1].get_legend_handles_labels()  # whose names are longer than an axis
+        figure.legend(*lines, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 0))
         name = f"goodput_{re.sub('[^a-z0-9-]+', '-', asked.lower())}.png"
         figure.savefig(folder / name, bbox_inches="tight")
         plt.close(figure)
