@@ -119,6 +119,32 @@ def test_a_model_that_does_not_fit_beside_attention_is_refused() -> None:
         simulate(Case(setting=given, gpus=16, mode="pdd"), 1.0, 0, 50)
 
 
+def test_shared_gpus_serve_no_better_than_gpus_of_their_own() -> None:
+    given = setting("qwen3-30b-a3b-fp8", "h200", "400/100", 1, 0.05)
+    shared = find_plan(given, 2, layout="1P1D2E")
+    assert shared.sharing is not None
+    both = []
+    for plan, gpus in ((shared, 2), (find_plan(given, 4, layout="1P1D2E"), 4)):
+        case_ = Case(setting=given, gpus=gpus, mode="expertplex", options={"plan": plan})
+        both.append(simulate(case_, 20.0, 0, 300))
+    assert both[0].finished == both[1].finished == 1.0
+    assert both[0].ttft_p50 > both[1].ttft_p50
+    assert both[0].tpot_p50 > both[1].tpot_p50
+    system = build("expertplex", given, 2, poisson(given.workload, 1, 5, 0), Knobs(), plan=shared)
+    own = given.memory().kv_tokens(1)
+    assert 0 < system.decode.capacity < own  # type: ignore[attr-defined]
+
+
+def test_no_server_is_added_to_shared_gpus() -> None:
+    given = setting("qwen3-30b-a3b-fp8", "h200", "400/100", 1, 0.05)
+    case_ = Case(
+        setting=given, gpus=2, mode="expertplex", options={"plan": find_plan(given, 2)},
+        events=[(0.0, "add", "prefill")],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="have no SMs for another"):
+        simulate(case_, 5.0, 0, 50)
+
+
 def test_asyncep_serves_prefill_only_loads() -> None:
     given = setting("minimax-m2.7", "h200", "1000/1", 5, 0.05)
     done = simulate(Case(setting=given, gpus=8, mode="asyncep"), 50.0, 0, 400)

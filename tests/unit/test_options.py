@@ -320,6 +320,17 @@ def test_a_plan_sets_layout_and_limits(parse: Parse, tmp_path: Path) -> None:
     assert args.max_num_seqs == 7  # what the user set stays
 
 
+def test_a_plan_of_shared_gpus_sets_their_shares(parse: Parse, tmp_path: Path) -> None:
+    given = [*EXECUTOR_GIVEN, "--expertplex-plan"]
+    plan = _plan_file(tmp_path, layout="2P1D2E", moe_sm_percent=45, prefill_sm_percent=70)
+    config = options.check(parse(*given, plan))
+    assert (config.moe_sm_percent, config.prefill_sm_percent) == (45, 70)
+    own = options.check(parse(*given, _plan_file(tmp_path)))
+    default = ExpertPlexConfig()
+    assert own.moe_sm_percent == default.moe_sm_percent
+    assert own.prefill_sm_percent == default.prefill_sm_percent
+
+
 @pytest.mark.parametrize(("overlap", "tokens"), [("tbo", 2048), ("none", 0), ("sbo", 0)])
 def test_a_plan_says_whether_steps_are_cut_in_two(
     parse: Parse, tmp_path: Path, overlap: str, tokens: int
