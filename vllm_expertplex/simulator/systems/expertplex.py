@@ -244,8 +244,8 @@ def schedule(system: ExpertPlex, clock: Clock, events: list[tuple[float, str, st
     """Put (time, 'fail' or 'add', role) events on the clock."""
     if system.plan.sharing and any(action == "add" for _, action, _ in events):
         raise ValueError(
-            f"an added server: {system.plan.layout} shares its {system.gpus} GPUs, which have no SMs "
-            "for another; leave the event out, or plan another layout"
+            f"an added server: {system.plan.layout} shares its {system.gpus} GPUs, which have no "
+            "SMs for another; leave the event out, or plan another layout"
         )
     for time, action, role in events:
         if action == "fail":
