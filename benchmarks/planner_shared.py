@@ -9,7 +9,9 @@ simulated one where decode may have all SMs of the MoE servers, as in the runs, 
 `decode_sms`. Then what other budgets do to long prompts, which nobody has measured.
 
 Kernel times are the GPU's rates; or the profile, whose decode experts are those of the kernel
-before its tiles became twice as wide; or the profile with rates for decode's experts ("mixed").
+before its tiles became twice as wide; or rates with the time that a decode step's attention server
+took in a trace (`results/model_speed_compiled-h200-x2.json`, before attention servers saw only the
+SMs that are left to them).
 """
 
 import argparse
@@ -22,15 +24,14 @@ from _report import Row, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from simulator_gpu_runs import PROFILE, SERVED_LAYERS, shortened
+from simulator_gpu_runs import PROFILE, SERVED_CONTEXT, SERVED_LAYERS, shortened
 
 from vllm_expertplex.layout import Layout
 from vllm_expertplex.planner.assumptions import Assumptions
-from vllm_expertplex.planner.kernels import DECODE, Roofline
-from vllm_expertplex.planner.models import Number
+from vllm_expertplex.planner.hardware import GPUS
+from vllm_expertplex.planner.kernels import Roofline
 from vllm_expertplex.planner.plan import Plan, make_plan
 from vllm_expertplex.planner.profile import ProfiledKernels, read_profile
-from vllm_expertplex.planner.routing import MoeLoad
 from vllm_expertplex.planner.search_shared import best_way
 from vllm_expertplex.planner.setup import Setting, setting
 from vllm_expertplex.planner.sharing import Sharing, sms_of
@@ -38,6 +39,8 @@ from vllm_expertplex.planner.workload import load_workload
 from vllm_expertplex.simulator.runs import Case, goodput
 
 MEASURED = Path(__file__).parent / "results" / "goodput-h200-x2.jsonl"
+TRACE = MEASURED.with_name("model_speed_compiled-h200-x2.json")
+KERNELS = ("rates", "profile", "traced")
 HOLDS, SEEDS = 0.9, 2
 LONG, BATCH = "4000/128", 16
 SERVED = (
@@ -73,22 +76,6 @@ def measured(sharing: Sharing, workload: str) -> Goodput | None:
     return Goodput(held, failed)
 
 
-class Mixed(ProfiledKernels):
-    """A profile with the rates of decode's experts."""
-
-    def routed_experts(self, phase: str, load: MoeLoad, sms: Number) -> Number:
-        if phase == DECODE:
-            return Roofline.routed_experts(self, phase, load, sms)
-        return super().routed_experts(phase, load, sms)
-
-
-KERNELS: dict[str, type[ProfiledKernels] | None] = {
-    "rates": None,
-    "profile": ProfiledKernels,
-    "mixed": Mixed,
-}
-
-
 def given(workload: str, source: str) -> Setting:
     """What was served, and the load with the lengths that were sent."""
     run = json.loads(MEASURED.read_text().splitlines()[0])
@@ -96,12 +83,32 @@ def given(workload: str, source: str) -> Setting:
     if "/" in workload:  # exactly so many tokens
         load = msgspec.structs.replace(load, sigma=0.0)
     assumed = Assumptions(routing_sigma=0.0)
+    if source == "traced":
+        assumed = msgspec.structs.replace(assumed, attention_floor_decode=traced_floor(assumed))
     found = setting("minimax-m2.7", "h200", load, run["ttft"], run["tpot"], assumed)
     model = shortened(SERVED_LAYERS)
     rates = Roofline(model, found.gpu, assumed)
-    kind = KERNELS[source]
-    kernels = kind(read_profile(str(PROFILE)), model, rates) if kind else rates
-    return found._replace(model=model, kernels=kernels)
+    if source == "profile":
+        rates = ProfiledKernels(read_profile(str(PROFILE)), model, rates)
+    return found._replace(model=model, kernels=rates)
+
+
+def traced_floor(assumed: Assumptions) -> float:
+    """Seconds a layer: `attention_floor_decode` with which a traced decode step's time without MoE
+    servers and exchange is met.
+    """
+    rows = {row["name"]: row["ours"] for row in json.loads(TRACE.read_text())["rows"]}
+    step, moe, dispatch = (
+        rows[f"decode step of 64, {part}"]
+        for part in ("from a trace, per layer", "MoE servers and combine, per layer",
+                     "dispatch, per layer")
+    )  # fmt: skip
+    shares = Sharing(Layout(1, 1, 2), 60, 100).shares(GPUS["h200"].sms)  # as it was traced
+    speed = min(1.0, float(shares.decode) / assumed.hbm_saturation)
+    kernels = Roofline(shortened(SERVED_LAYERS), GPUS["h200"], assumed)
+    work = float(kernels.decode_attention(64, SERVED_CONTEXT, 1)) / SERVED_LAYERS
+    work -= assumed.attention_floor_decode
+    return (step - moe - dispatch) * 1e-6 - work / speed
 
 
 def planned(setting_: Setting, sharing: Sharing) -> Plan | None:

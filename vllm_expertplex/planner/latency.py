@@ -98,7 +98,9 @@ class Latency:
         """
         rounds = np.maximum(1.0, each * length / self.assumptions.prefill_tokens)
         attention = self.kernels.prefill_attention(each, length, tp)
-        attention = (attention + self.kernels.head(each, tp)) / self.shares.prefill
+        attention = attention + self.kernels.head(each, tp)
+        floor = self.model.layers * self.assumptions.attention_floor_prefill
+        attention = on_part(attention, floor, self.shares.prefill)
         reduce = self.network.all_reduce(each * length / rounds, tp) * rounds * self.model.layers
         shared = self.kernels.shared_experts(each * length, tp) / self.shares.prefill
         half = 2.0 if overlap == TBO else 1.0  # micro-batches
@@ -139,7 +141,9 @@ class Latency:
         half = 2.0 if overlap == TBO else 1.0
         speed = np.minimum(1.0, self.shares.decode / self.assumptions.hbm_saturation)
         attention = self.kernels.decode_attention(each / half, length, tp) * half
-        attention = (attention + self.kernels.head(each, tp)) / speed
+        attention = attention + self.kernels.head(each, tp)
+        floor = self.model.layers * self.assumptions.attention_floor_decode
+        attention = on_part(attention, floor, speed)
         reduce = self.network.all_reduce(each / half, tp) * half * self.model.layers
         shared = self.kernels.shared_experts(each / half, tp) * half / speed
         moe, exchange = self.routed(
@@ -198,6 +202,11 @@ class Latency:
         now = float(self.routing.load(count, np.array([batch]), tile).x_moe[0])
         planned = float(self.routing.load(count, np.array([expected_batch]), tile).x_moe[0])
         return min(most, float(np.ceil(q * now / planned / c) * c))
+
+
+def on_part(seconds: Number, floor: float, speed: Number) -> Number:
+    """Time at a part of a GPU's speed; of it, `floor` is launches, which take as long as ever."""
+    return seconds + np.maximum(0.0, seconds - floor) * (1.0 / speed - 1.0)
 
 
 def overlapped(
