@@ -156,6 +156,7 @@ def test_own_gpus_have_no_shares(capsys) -> None:
         (["--gpus", "2", "--layout", "3P1D2E"], 2, "for example 1P1D2E"),
         (["--gpus", "9", "--shared"], 2, "one node, of 8 GPUs here, found 9"),
         (["--gpus", "8", "--shared", "--placement", "free"], 2, "leave out --placement"),
+        (["--gpus", "2", "--exhaustive"], 2, "leave out --placement"),
         (["--gpus", "1", "--ttft", "0.001"], 1, "what would do: a TTFT of"),
         (["--gpus", "1", "--gpu-set", "memory_bytes=36e9"], 1, "at least 2 of these GPUs"),
     ],

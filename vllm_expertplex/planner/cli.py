@@ -112,9 +112,11 @@ def _check(args: argparse.Namespace) -> None:
     check_writable("--output", args.output)
     if args.json and args.compare:
         raise ValueError("--json prints the plan and nothing else: leave out --json or --compare")
-    if args.shared and (args.exhaustive or args.placement != "auto"):
+    shared = args.executor == "expertplex" and (args.shared or args.gpus < 3)
+    if shared and (args.exhaustive or args.placement != "auto"):
         raise ValueError(
-            "--shared has one placement and tries all of it: leave out --placement, --exhaustive"
+            "GPUs that servers share (--shared, or fewer than 3) have one placement, and all of it "
+            "is tried: leave out --placement and --exhaustive"
         )
     if args.executor == "asyncep":
         for option in ("layout", "output", "compare", "shared"):
