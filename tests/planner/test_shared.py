@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_expertplex.layout import Layout
 from vllm_expertplex.planner import cli
 from vllm_expertplex.planner.assumptions import Assumptions
+from vllm_expertplex.planner.model_catalogue import CATALOGUE
 from vllm_expertplex.planner.plan import read_plan
 from vllm_expertplex.planner.search import fixed_layout
 from vllm_expertplex.planner.search_shared import best_way, search_shared
@@ -159,11 +160,27 @@ def test_own_gpus_have_no_shares(capsys) -> None:
         (["--gpus", "2", "--exhaustive"], 2, "leave out --placement"),
         (["--gpus", "1", "--ttft", "0.001"], 1, "what would do: a TTFT of"),
         (["--gpus", "1", "--gpu-set", "memory_bytes=36e9"], 1, "at least 2 of these GPUs"),
+        (["--gpus", "1", "--set", "sm_step=104"], 2, "at most 104 SMs of a GPU"),
     ],
 )
 def test_what_shared_gpus_cannot_do_is_named(words, code, expected, capsys) -> None:
     assert run("qwen3-30b-a3b-fp8", *words) == code
     assert expected in capsys.readouterr().err
+
+
+def test_more_gpus_than_a_node_has_are_not_named(capsys) -> None:
+    assert run("deepseek-v3", "--gpu", "h100", "--gpus", "2") == 1
+    said = capsys.readouterr().err
+    assert "does not fit" in said
+    assert "of these GPUs" not in said
+
+
+def test_shared_gpus_are_at_most_as_many_as_experts(tmp_path, capsys) -> None:
+    few = {**CATALOGUE["mixtral-8x7b-instruct-v0.1"], "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(few))
+    assert run(str(tmp_path), "--gpus", "5", "--shared") == 2
+    assert "at most one server per expert" in capsys.readouterr().err
+    assert run(str(tmp_path), "--gpus", "4", "--shared", "--brief") == 0
 
 
 def test_the_number_of_shared_gpus_it_names_is_enough(capsys) -> None:

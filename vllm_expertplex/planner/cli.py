@@ -21,6 +21,7 @@ from vllm_expertplex.planner.search import (
 )
 from vllm_expertplex.planner.search_shared import search_shared
 from vllm_expertplex.planner.setup import Setting, add_setting_arguments, setting_from
+from vllm_expertplex.planner.sharing import PERCENTS, sms_of
 
 HELP = "find the layout, parallelism and SM budget of the highest goodput; needs no GPU"
 EPILOG = """examples:
@@ -193,6 +194,16 @@ def _find_shared(setting: Setting, gpus: int, text: str | None) -> Plan:
         raise ValueError(
             f"--shared: a deployment is served by one node, of {setting.gpu.gpus_per_node} GPUs "
             f"here, found {gpus}; use fewer, or leave --shared out"
+        )
+    if setting.ranks not in (None, 1):
+        raise ValueError(
+            f"attention of {setting.ranks} ranks on GPUs that MoE servers share is not planned"
+        )
+    step, most = setting.assumptions.sm_step, sms_of(max(PERCENTS), setting.gpu.sms)
+    if step >= most:
+        raise ValueError(
+            f"--set sm_step={step}: MoE servers hold at most {most} SMs of a GPU that they share, "
+            "and decode's budget is less than all of them; use a smaller step"
         )
     layout = Layout.parse(text) if text is not None else None
     if layout and (layout.moe != gpus or max(layout.prefill, layout.decode) > gpus):

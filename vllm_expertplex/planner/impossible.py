@@ -32,7 +32,7 @@ def explain(setting: Setting, gpus: int, placement: str, shared: bool = False) -
     full = (
         _shared_memory(setting, gpus)
         if shared
-        else _memory(setting, gpus) or _attention(setting, gpus)
+        else _ranks(setting, gpus) or _memory(setting, gpus) or _attention(setting, gpus)
     )
 
     def feasible(targets: Targets) -> bool:
@@ -47,6 +47,19 @@ def explain(setting: Setting, gpus: int, placement: str, shared: bool = False) -
         f"within {NO_TARGET:g} s; a rate or an assumption is far off: check --gpu-set, --set"
     )  # fmt: skip
     return Infeasible(text)
+
+
+def _ranks(setting: Setting, gpus: int) -> str | None:
+    """Where attention servers of the ranks that are asked for cannot be."""
+    ranks, model = setting.ranks or 1, setting.model
+    if not setting.widths:
+        return f"{ranks} ranks cannot share the attention heads of {model.name} evenly"
+    if gpus > 2 * ranks:
+        return None
+    return (
+        f"a prefill and a decode server of {ranks} ranks each and a MoE server need "
+        f"{2 * ranks + 1} GPUs, found {gpus}"
+    )
 
 
 def _memory(setting: Setting, gpus: int) -> str | None:
@@ -86,7 +99,8 @@ def _shared_memory(setting: Setting, gpus: int) -> str | None:
     requests, need = room(gpus)
     if requests:
         return None
-    enough = [count for count in range(1, setting.model.experts + 1) if room(count)[0]]
+    most = min(setting.model.experts, setting.gpu.gpus_per_node)
+    enough = [count for count in range(1, most + 1) if room(count)[0]]
     ways = []
     if enough:
         option = " (--shared)" if enough[0] > 2 else ""

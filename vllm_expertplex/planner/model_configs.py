@@ -25,17 +25,19 @@ _OTHER_LAYERS = (
 )  # fmt: skip
 
 
-def load_model(name: str) -> ModelSpec:
+def load_model(name: str, called: str | None = None) -> ModelSpec:
     """Describe `name`: a catalogue name, a repository id of one, a directory or a `config.json`.
 
-    Raises ValueError with the known names when it is none of these.
+    `called`: its name in plans and messages; else that of its directory. Raises ValueError with the
+    known names when it is none of these.
     """
     key = name.rstrip("/").split("/")[-1].lower()
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return from_config(_read(path), name=path.resolve().parent.name, source=str(path))
+        name = called or path.resolve().parent.name
+        return from_config(_read(path), name=name, source=str(path))
     if key in CATALOGUE:
         return from_config(CATALOGUE[key], name=key, source="catalogue")
     cached = _cached_config(name)

@@ -53,6 +53,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What `vllm-expertplex plan` writes and `vllm serve --expertplex-plan` reads.
 
+    layout: by GPUs, of which a tensor-parallel server has several; `served` is by servers.
     decode_sms: SM budget q of decode on every MoE GPU under contention. copies: equal deployments
     to run side by side; everything else describes one of them. goodput: requests/s of one,
     predicted by the latency model and not measured. moe_sm_percent: only where servers share GPUs;
@@ -86,6 +87,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: dict[str, float | int | str]
     changed_assumptions: dict[str, object]
     sources: dict[str, str]
+
+    @property
+    def served(self) -> Layout:
+        """The layout as the serve command counts: servers, whatever ranks each has."""
+        gpus = Layout.parse(self.layout)
+        return Layout(
+            gpus.prefill // self.prefill.tensor_parallel,
+            gpus.decode // self.decode.tensor_parallel,
+            gpus.moe,
+        )
 
     @property
     def sharing(self) -> Sharing | None:
@@ -306,7 +317,7 @@ def _next_best(
 def _one_more(setting: Setting, gpus: int, placement: str) -> list[tuple[str, str, float]]:
     """(what is added, best layout then, goodput then)."""
     if setting.sharing:
-        if gpus >= setting.gpu.gpus_per_node:
+        if gpus >= min(setting.gpu.gpus_per_node, setting.model.experts):
             return []
         more = search_shared(setting._replace(sharing=None), gpus + 1)
         return [("one GPU, shared", c.layout, c.goodput) for _, c in more[:1]]

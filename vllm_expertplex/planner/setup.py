@@ -95,7 +95,7 @@ class Setting(NamedTuple):
 
 
 def setting(
-    model: str,
+    model: str | ModelSpec,
     gpu: str | Gpu,
     workload: str | Workload,
     ttft: float,
@@ -105,7 +105,7 @@ def setting(
     profile: str | None = None,
 ) -> Setting:
     """Build a `Setting` from names and files. Raises ValueError with what is possible."""
-    spec = load_model(model)
+    spec = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
     load = load_workload(workload) if isinstance(workload, str) else workload
     values = assumptions or Assumptions()
