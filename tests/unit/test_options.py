@@ -342,9 +342,20 @@ def test_a_plan_says_whether_steps_are_cut_in_two(
 
 def test_a_plan_says_how_many_ranks_share_attention(parse: Parse, tmp_path: Path) -> None:
     pool = msgspec.structs.replace(read_plan(_plan_file(tmp_path)).decode, tensor_parallel=2)
-    plan = _plan_file(tmp_path, prefill=pool, decode=pool)
-    args = parse(*EXECUTOR_GIVEN, "--expertplex-plan", plan)
-    assert options.check(args).tensor_parallel_size == 2
+    plan = _plan_file(tmp_path, prefill=pool, decode=pool, layout="2P4D2E")
+    config = options.check(parse(*EXECUTOR_GIVEN, "--expertplex-plan", plan))
+    assert config.tensor_parallel_size == 2
+    assert config.layout == "1P2D2E"  # a plan's are GPUs, two for each server
+
+
+def test_a_plan_leaves_to_vllm_what_it_would_break(parse: Parse, tmp_path: Path) -> None:
+    given = [*EXECUTOR_GIVEN, "--expertplex-plan", _plan_file(tmp_path, max_decode_batch=64)]
+    args = parse(*given, "--no-enable-chunked-prefill")
+    options.check(args)
+    assert args.max_num_batched_tokens is None  # a step has to hold the longest prompt
+    args = parse(*given, "--max-num-batched-tokens", "32")
+    options.check(args)
+    assert args.max_num_seqs == 32
 
 
 def test_a_plan_that_cannot_be_run_is_refused(
@@ -353,7 +364,14 @@ def test_a_plan_that_cannot_be_run_is_refused(
     several = _plan_file(tmp_path, copies=3)
     given = [*EXECUTOR_GIVEN, "--expertplex-plan"]
     assert "3 deployments" in refused(parse(*given, several))
-    for option in (("--expertplex-layout", "1P1D1E"), ("--tensor-parallel-size", "8")):
+    (tmp_path / "layout.json").write_text('{"layout": "1P1D1E"}')
+    (tmp_path / "ranks.json").write_text('{"tensor_parallel_size": 8}')
+    for option in (
+        ("--expertplex-layout", "1P1D1E"),
+        ("--tensor-parallel-size", "8"),
+        ("--expertplex-config", str(tmp_path / "layout.json")),
+        ("--expertplex-config", str(tmp_path / "ranks.json")),
+    ):
         assert "not both" in refused(parse(*given, _plan_file(tmp_path), *option))
     pair = [msgspec.structs.replace(read_plan(several).decode, tensor_parallel=n) for n in (2, 4)]
     unequal = _plan_file(tmp_path, prefill=pair[0], decode=pair[1])

@@ -15,9 +15,18 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_expertplex.config import ExpertPlexConfig
 from vllm_expertplex.planner.model_catalogue import CATALOGUE
-from vllm_expertplex.serve import options
+from vllm_expertplex.serve import options, unplanned
 
 Check = Callable[..., tuple[argparse.Namespace, ExpertPlexConfig]]
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    given: list[str] = []
+    monkeypatch.setattr(
+        unplanned.logger, "warning", lambda text, *values: given.append(text % values)
+    )
+    return given
 
 
 @pytest.fixture
@@ -27,14 +36,14 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
 
     def run(
-        model: str, gpus: int, *given: str, gpu: str = "NVIDIA H200"
+        model: str, gpus: int, *given: str, gpu: str = "NVIDIA H200", name: str | None = None
     ) -> tuple[argparse.Namespace, ExpertPlexConfig]:
         (tmp_path / "config.json").write_text(json.dumps(CATALOGUE[model]))
         machine = SimpleNamespace(
-            is_cpu=lambda: gpus == 0, device_count=lambda: gpus, get_device_name=lambda: gpu
+            is_cpu=lambda: gpu == "", device_count=lambda: gpus, get_device_name=lambda: gpu
         )
         monkeypatch.setattr(vllm.platforms, "current_platform", machine, raising=False)
-        args = parser.parse_args([str(tmp_path), "--executor", "expertplex", *given])
+        args = parser.parse_args([name or str(tmp_path), "--executor", "expertplex", *given])
         return args, options.check(args)
 
     return run
@@ -65,6 +74,7 @@ def test_what_a_file_says_is_kept(check: Check, tmp_path: Path) -> None:
     file.write_text("moe_sm_percent = 33\ntbo_tokens = 77")
     _, config = check("qwen3-30b-a3b", 2, "--expertplex-config", str(file))
     assert (config.moe_sm_percent, config.tbo_tokens) == (33, 77)
+    assert config.decode_sms == 0  # the plan's is of other SMs, and more than 33 % of them
     file.write_text('layout = "1P1D2E"')
     _, config = check("qwen3-30b-a3b", 2, "--expertplex-config", str(file))
     assert config == ExpertPlexConfig(layout="1P1D2E")
@@ -75,31 +85,76 @@ def test_a_layout_that_is_given_is_taken(check: Check) -> None:
     assert config == ExpertPlexConfig(layout="1P2D3E")
 
 
+@pytest.mark.parametrize("by_file", [False, True])
+def test_ranks_of_attention_are_planned_for(check: Check, tmp_path: Path, by_file: bool) -> None:
+    file = tmp_path / "ranks.json"
+    file.write_text('{"tensor_parallel_size": 2}')
+    ranks = ("--expertplex-config", str(file)) if by_file else ("--tensor-parallel-size", "2")
+    args, config = check("qwen3-30b-a3b", 8, *ranks)
+    layout = config.parsed_layout
+    assert (config.tensor_parallel_size, args.tensor_parallel_size) == (2, 2)
+    assert 2 * (layout.prefill + layout.decode) + layout.moe == 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "why"),
+    [
+        (2, 2, "2 ranks on GPUs that MoE servers share is not planned"),
+        (4, 2, "need 5 GPUs, found 4"),
+        (8, 3, "3 ranks cannot share the attention heads"),
+    ],
+)
+def test_ranks_without_a_plan_are_served_as_asked(
+    check: Check, warnings: list[str], gpus: int, ranks: int, why: str
+) -> None:
+    _, config = check("qwen3-30b-a3b", gpus, "--tensor-parallel-size", str(ranks))
+    assert config == ExpertPlexConfig(tensor_parallel_size=ranks)
+    assert len(warnings) == 1
+    assert why in warnings[0]
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "gpu", "why"),
     [
         ("minimax-m2.7", 8, "NVIDIA A100-SXM4-80GB", "none of the GPUs the planner knows"),
+        ("minimax-m2.7", 8, "NVIDIA H100 PCIe", "none of the GPUs the planner knows"),
+        ("minimax-m2.7", 8, "NVIDIA GH200 480GB", "none of the GPUs the planner knows"),
         ("minimax-m2.7", 1, "NVIDIA H200", "does not fit"),
     ],
 )
 def test_why_there_is_no_plan_is_said(
-    check: Check,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    gpus: int,
-    gpu: str,
-    why: str,
+    check: Check, warnings: list[str], model: str, gpus: int, gpu: str, why: str
 ) -> None:
-    from vllm_expertplex.serve.unplanned import logger
-
-    warnings: list[str] = []
-    monkeypatch.setattr(logger, "warning", lambda text, *values: warnings.append(text % values))
     _, config = check(model, gpus, gpu=gpu)
     assert config == ExpertPlexConfig()
     assert len(warnings) == 1
     assert why in warnings[0]
 
 
-def test_cpus_are_not_planned(check: Check) -> None:
+def test_a_model_on_a_hub_is_called_by_its_name(
+    check: Check, warnings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def download(*what: str, **how: object) -> str:
+        asked.append((*what, how["revision"], how["token"]))
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    check("minimax-m2.7", 1, "--revision", "r", "--hf-token", "t", name="a/b")
+    assert asked == [("a/b", "config.json", "r", "t")]
+    assert "a/b does not fit" in warnings[0]
+
+
+def test_cpus_are_not_planned(check: Check, warnings: list[str]) -> None:
+    _, config = check("minimax-m2.7", 1, gpu="")
+    assert config == ExpertPlexConfig()
+    assert not warnings
+
+
+def test_without_a_gpu_that_is_left_for_the_deployment_to_say(
+    check: Check, warnings: list[str]
+) -> None:
     _, config = check("minimax-m2.7", 0)
     assert config == ExpertPlexConfig()
+    assert not warnings

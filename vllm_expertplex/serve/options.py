@@ -190,16 +190,8 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
         error("the --expertplex-* options need --executor expertplex")
     refuse(args, [allowing_dummy_weights(refusal) for refusal in REFUSALS])
     try:
-        planned = _planned(args)
-        config = load_config(
-            args.expertplex_config,
-            planned,
-            layout=args.expertplex_layout,
-            tensor_parallel_size=(
-                args.tensor_parallel_size if above_one(args.tensor_parallel_size) else None
-            ),
-            trace=args.expertplex_trace,
-        )
+        args.tensor_parallel_size = _config(args, {}).tensor_parallel_size
+        config = _config(args, _planned(args))
     except ValueError as invalid:
         error(str(invalid))
     if config.trace is not None:
@@ -207,15 +199,36 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
     return config
 
 
+def _config(args: argparse.Namespace, planned: dict[str, int]) -> ExpertPlexConfig:
+    ranks = args.tensor_parallel_size
+    return load_config(
+        args.expertplex_config,
+        planned,
+        layout=args.expertplex_layout,
+        tensor_parallel_size=ranks if above_one(ranks) else None,
+        trace=args.expertplex_trace,
+    )
+
+
 def _planned(args: argparse.Namespace) -> dict[str, int]:
     """Options of a plan: the one that was given, or one for those who give no layout either."""
-    if args.expertplex_plan is not None:
-        return follow_plan(args)
     file = read_options("expertplex", args.expertplex_config)
-    if args.expertplex_layout is not None or "layout" in file:
+    if args.expertplex_plan is not None:
+        if "layout" in file:
+            raise ValueError(
+                f"give --expertplex-plan or a layout in {args.expertplex_config}, not both"
+            )
+        planned = follow_plan(args)
+    elif args.expertplex_layout is not None or "layout" in file:
         return {}
-    plan = plan_here(args)
-    return {} if plan is None else follow(args, plan, f"a plan for {plan.gpus} x {plan.gpu}")
+    elif plan := plan_here(args):
+        planned = follow(args, plan, f"a plan for {plan.gpus} x {plan.gpu}")
+    else:
+        return {}
+    share = planned.get("moe_sm_percent")
+    if file.get("moe_sm_percent", share) != share and share is not None:
+        del planned["decode_sms"]  # of another number of SMs, which may be fewer
+    return planned
 
 
 def _check_trace(config: ExpertPlexConfig, file: Path) -> None:

@@ -45,7 +45,7 @@ def follow(args: argparse.Namespace, plan: "Plan", where: str) -> dict[str, int]
     if plan.copies > 1:
         raise ValueError(
             f"{where}: {plan.copies} deployments side by side; start each with "
-            f"--expertplex-layout {plan.layout} and its own port"
+            f"--expertplex-layout {plan.served} and its own port"
         )
     if plan.decode.overlap == TBO:
         logger.warning(
@@ -53,11 +53,13 @@ def follow(args: argparse.Namespace, plan: "Plan", where: str) -> dict[str, int]
             "longer than planned",
             where,
         )
-    args.expertplex_layout, args.tensor_parallel_size = plan.layout, ranks
-    if args.max_num_batched_tokens is None:
+    args.expertplex_layout, args.tensor_parallel_size = str(plan.served), ranks
+    # Unchunked, a step holds the longest prompt there may be, which vLLM sees to.
+    if args.max_num_batched_tokens is None and args.enable_chunked_prefill is not False:
         args.max_num_batched_tokens = plan.max_prefill_tokens
     if args.max_num_seqs is None:
-        args.max_num_seqs = plan.max_decode_batch
+        most = args.max_num_batched_tokens or plan.max_decode_batch
+        args.max_num_seqs = min(plan.max_decode_batch, most)
     shares = {
         "moe_sm_percent": plan.moe_sm_percent,
         "prefill_sm_percent": plan.prefill_sm_percent,

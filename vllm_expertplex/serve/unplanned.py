@@ -23,9 +23,9 @@ def plan_here(args: argparse.Namespace) -> "Plan | None":
     """A plan for all visible GPUs. None on CPUs, and, with a warning, where there is no plan."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        return None
-    gpus, name = current_platform.device_count(), current_platform.get_device_name()
+    if current_platform.is_cpu() or not (gpus := current_platform.device_count()):
+        return None  # without a GPU the deployment says so
+    name = current_platform.get_device_name()
     try:
         plan = _plan(args, gpus, name)
     except (ValueError, OSError) as error:
@@ -34,7 +34,7 @@ def plan_here(args: argparse.Namespace) -> "Plan | None":
     logger.info(
         "No --expertplex-layout was given: %s is planned for %d x %s, ShareGPT lengths, TTFT %g s "
         "and TPOT %g s. `vllm-expertplex plan` says why, and plans for other loads.",
-        *(plan.layout, gpus, name, TTFT_S, TPOT_S),
+        *(plan.served, gpus, name, TTFT_S, TPOT_S),
     )
     return plan
 
@@ -44,13 +44,16 @@ def _plan(args: argparse.Namespace, gpus: int, name: str) -> "Plan":
     from vllm_expertplex.planner.cli import find_plan
     from vllm_expertplex.planner.hardware import GPUS, load_gpu
     from vllm_expertplex.planner.impossible import Infeasible
+    from vllm_expertplex.planner.model_configs import load_model
     from vllm_expertplex.planner.setup import setting
 
     known = re.search(rf"\b({'|'.join(GPUS)})\b", name.lower())
-    if known is None:
+    # Those on PCIe have fewer SMs, and a MIG instance has a part of them.
+    if known is None or re.search("pcie|mig", name.lower()):
         raise ValueError(f"{name} is none of the GPUs the planner knows: {', '.join(GPUS)}")
-    model = _config(getattr(args, "model_tag", None) or args.model, args.revision)
-    found = setting(model, load_gpu(known[1]), WORKLOAD, TTFT_S, TPOT_S)
+    model = getattr(args, "model_tag", None) or args.model
+    spec = load_model(_config(model, args), called=model)
+    found = setting(spec, load_gpu(known[1]), WORKLOAD, TTFT_S, TPOT_S)
     # Attention of several ranks costs collectives: only for those who ask for it.
     found = found._replace(ranks=args.tensor_parallel_size)
     try:
@@ -62,10 +65,10 @@ def _plan(args: argparse.Namespace, gpus: int, name: str) -> "Plan":
             raise apart from None
 
 
-def _config(model: str, revision: str | None) -> str:
+def _config(model: str, args: argparse.Namespace) -> str:
     """The file that describes a model, fetched if the model is a name on a hub."""
     if Path(model).expanduser().exists():
         return model
     from huggingface_hub import hf_hub_download
 
-    return hf_hub_download(model, "config.json", revision=revision)
+    return hf_hub_download(model, "config.json", revision=args.revision, token=args.hf_token)
