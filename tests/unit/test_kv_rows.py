@@ -23,11 +23,11 @@ class Cache(SimpleNamespace):
         return self.kv_cache_layout
 
 
-def resolve(supported: list[str], *, mla: bool = False) -> str:
+def resolve(supported: list[str], *, mla: bool = False, hybrid: bool = False) -> str:
     settings = ServerSettings(ExpertPlexConfig(layout="1P1D1E"), PREFILL, 0)
     config: Any = SimpleNamespace(
         cache_config=Cache(),
-        model_config=SimpleNamespace(use_mla=mla),
+        model_config=SimpleNamespace(use_mla=mla, is_hybrid=hybrid),
         kv_transfer_config=kv_transfer_config(settings, PREFILL),
     )
     return resolve_kv_cache_layout(config, [supported]).name
@@ -60,6 +60,11 @@ def test_mla_keeps_vllms_own() -> None:
     assert resolve(ANY, mla=True) == ANY[0]
 
 
+@pytest.mark.usefixtures("gpu")
+def test_recurrent_states_keep_nixls_own() -> None:
+    assert resolve(ANY, hybrid=True) == "LBHNC"
+
+
 def test_cpus_keep_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
-    assert resolve(["LBNHC"]) == "LBNHC"
+    assert resolve(ANY) == "LBHNC"  # of NIXL's own connector

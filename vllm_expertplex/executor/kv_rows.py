@@ -17,12 +17,14 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
 class NixlConnector(nixl.NixlConnector):  # vLLM goes by this name
-    """Prefers blocks, then layers, then tokens. Not for MLA, nor on CPUs, whose attention reads
-    one layout only."""
+    """Prefers blocks, then layers, then tokens. Not for MLA; nor with recurrent layers, whose states
+    vLLM's worker finds page after page (nixl/base_worker.py, register_kv_caches); nor on CPUs,
+    whose attention reads one layout only.
+    """
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         model = vllm_config.model_config
-        if current_platform.is_cpu() or model is None or model.use_mla:
+        if current_platform.is_cpu() or model is None or model.use_mla or model.is_hybrid:
             return cast("str | None", super().get_required_kvcache_layout(vllm_config))
         return KVCacheLayout.BLNHC.name
