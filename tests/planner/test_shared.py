@@ -3,6 +3,7 @@
 import argparse
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -101,6 +102,8 @@ def test_more_gpus_memory_or_time_never_plan_less(load: Setting, gpus: int) -> N
     targets = load.targets
     later = load._replace(targets=type(targets)(targets.ttft * 1.5, targets.tpot * 1.5))
     assert goodput(later) >= now
+    more = msgspec.structs.replace(load.gpu, memory_bytes=load.gpu.memory_bytes * 1.2)
+    assert goodput(load._replace(gpu=more)) >= now
     assert goodput(load, gpus + 1) >= now
 
 
