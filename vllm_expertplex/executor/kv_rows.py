@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
 class NixlConnector(nixl.NixlConnector):  # vLLM goes by this name
-    """Prefers blocks, then layers, then tokens. Not for MLA; nor with recurrent layers, whose states
+    """Prefers blocks, then layers, then tokens. Not for MLA; nor for recurrent layers, whose states
     vLLM's worker finds page after page (nixl/base_worker.py, register_kv_caches); nor on CPUs,
     whose attention reads one layout only.
     """
