@@ -15,8 +15,8 @@ from vllm_expertplex.config import (
     load_config,
     read_options,
 )
-from vllm_expertplex.serve.planned import follow, follow_plan
-from vllm_expertplex.serve.unplanned import plan_here
+from vllm_expertplex.serve.planned import follow_plan
+from vllm_expertplex.serve.unplanned import choose
 
 DUMMY = "dummy"  # vLLM's load format that reads no checkpoint
 EXECUTORS = ("default", "expertplex", "asyncep")
@@ -211,7 +211,7 @@ def _config(args: argparse.Namespace, planned: dict[str, int]) -> ExpertPlexConf
 
 
 def _planned(args: argparse.Namespace) -> dict[str, int]:
-    """Options of a plan: the one that was given, or one for those who give no layout either."""
+    """Options of a plan that was given, or of what is chosen for those who give no layout."""
     file = read_options("expertplex", args.expertplex_config)
     if args.expertplex_plan is not None:
         if "layout" in file:
@@ -221,10 +221,8 @@ def _planned(args: argparse.Namespace) -> dict[str, int]:
         planned = follow_plan(args)
     elif args.expertplex_layout is not None or "layout" in file:
         return {}
-    elif plan := plan_here(args):
-        planned = follow(args, plan, f"a plan for {plan.gpus} x {plan.gpu}")
     else:
-        return {}
+        planned = choose(args)
     share = planned.get("moe_sm_percent")
     if file.get("moe_sm_percent", share) != share and share is not None:
         del planned["decode_sms"]  # of another number of SMs, which may be fewer

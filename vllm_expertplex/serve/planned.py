@@ -16,18 +16,26 @@ logger = init_logger(__name__)
 
 
 def follow_plan(args: argparse.Namespace) -> dict[str, int]:
-    """`follow` the plan in the file that was given."""
+    """`follow` the plan in the file that was given, and keep to its limits on batches."""
     # numpy and the planner: only for those who have a plan.
     from vllm_expertplex.planner.plan import read_plan
 
     path = args.expertplex_plan
     if args.expertplex_layout is not None:
         raise ValueError("give --expertplex-plan or --expertplex-layout, not both")
-    return follow(args, read_plan(path), f"--expertplex-plan {path}")
+    plan = read_plan(path)
+    planned = follow(args, plan, f"--expertplex-plan {path}")
+    # Unchunked, a step holds the longest prompt there may be, which vLLM sees to.
+    if args.max_num_batched_tokens is None and args.enable_chunked_prefill is not False:
+        args.max_num_batched_tokens = plan.max_prefill_tokens
+    if args.max_num_seqs is None:
+        most = args.max_num_batched_tokens or plan.max_decode_batch
+        args.max_num_seqs = min(plan.max_decode_batch, most)
+    return planned
 
 
 def follow(args: argparse.Namespace, plan: "Plan", where: str) -> dict[str, int]:
-    """Take layout, ranks and limits from a plan, and return the options that it sets.
+    """Take layout and ranks from a plan, and return the options that it sets.
 
     `where`: what to call it in messages. Raises ValueError for one that cannot be run here.
     """
@@ -54,12 +62,6 @@ def follow(args: argparse.Namespace, plan: "Plan", where: str) -> dict[str, int]
             where,
         )
     args.expertplex_layout, args.tensor_parallel_size = str(plan.served), ranks
-    # Unchunked, a step holds the longest prompt there may be, which vLLM sees to.
-    if args.max_num_batched_tokens is None and args.enable_chunked_prefill is not False:
-        args.max_num_batched_tokens = plan.max_prefill_tokens
-    if args.max_num_seqs is None:
-        most = args.max_num_batched_tokens or plan.max_decode_batch
-        args.max_num_seqs = min(plan.max_decode_batch, most)
     shares = {
         "moe_sm_percent": plan.moe_sm_percent,
         "prefill_sm_percent": plan.prefill_sm_percent,

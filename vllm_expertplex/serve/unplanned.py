@@ -1,4 +1,4 @@
-"""A plan where none and no layout is given: the planner's, for the GPUs there are.
+"""A layout where none and no plan is given, for the GPUs there are.
 
 Owns: what is assumed of a load that nobody described. Must not know: how plans are found, and how
 one is served.
@@ -7,9 +7,11 @@ one is served.
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
+
+from vllm_expertplex.serve.planned import follow
 
 if TYPE_CHECKING:
     from vllm_expertplex.planner.plan import Plan
@@ -17,52 +19,68 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 WORKLOAD, TTFT_S, TPOT_S = "sharegpt", 1.0, 0.05
+HOPPER = ("h100", "h200", "h800")  # of those the planner knows
+OVERLAPPED_TOKENS = 2048  # of a prefill step that is cut in two: what was measured on shared GPUs
 
 
-def plan_here(args: argparse.Namespace) -> "Plan | None":
-    """A plan for all visible GPUs. None on CPUs, and, with a warning, where there is no plan."""
+class Machine(NamedTuple):
+    gpus: int
+    name: str
+
+
+def choose(args: argparse.Namespace) -> dict[str, int]:
+    """Take a layout for all visible GPUs, and return the options that go with it.
+
+    From three GPUs on a planned one. Fewer, or experts that would not fit beside GPUs for
+    attention: one prefill and one decode server, and experts on every GPU, which is the best that
+    was measured (docs/gpu-measured.md). On CPUs, and, with a warning, where nothing can be planned,
+    it stays what it is by default.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or not (gpus := current_platform.device_count()):
-        return None  # without a GPU the deployment says so
-    name = current_platform.get_device_name()
-    try:
-        plan = _plan(args, gpus, name)
-    except (ValueError, OSError) as error:
-        logger.warning("No --expertplex-layout was given and none is planned: %s", error)
-        return None
-    logger.info(
-        "No --expertplex-layout was given: %s is planned for %d x %s, ShareGPT lengths, TTFT %g s "
-        "and TPOT %g s. `vllm-expertplex plan` says why, and plans for other loads.",
-        *(plan.served, gpus, name, TTFT_S, TPOT_S),
-    )
-    return plan
+        return {}  # without a GPU the deployment says so
+    machine = Machine(gpus, current_platform.get_device_name())
+    ranks, why = args.tensor_parallel_size, "so few GPUs share experts and attention"
+    if gpus >= 3 or ranks > 1:
+        from vllm_expertplex.planner.impossible import Infeasible
+
+        try:
+            plan = _plan(args, machine)
+        except (ValueError, OSError) as error:
+            if ranks > 1 or not isinstance(error, Infeasible):
+                logger.warning("No --expertplex-layout was given and none is planned: %s", error)
+                return {}
+            why = str(error)
+        else:
+            logger.info(
+                "No --expertplex-layout was given: %s is planned for %d x %s, ShareGPT lengths, "
+                "TTFT %g s and TPOT %g s. `vllm-expertplex plan` says why, and plans other loads.",
+                *(plan.served, *machine, TTFT_S, TPOT_S),
+            )
+            return follow(args, plan, f"a plan for {gpus} x {plan.gpu}")
+    args.expertplex_layout = f"1P1D{gpus}E"
+    logger.info("No --expertplex-layout was given: %s, as %s", args.expertplex_layout, why)
+    return {"tbo_tokens": OVERLAPPED_TOKENS}
 
 
-def _plan(args: argparse.Namespace, gpus: int, name: str) -> "Plan":
+def _plan(args: argparse.Namespace, machine: Machine) -> "Plan":
     # numpy and the planner: only for those who need a plan.
     from vllm_expertplex.planner.cli import find_plan
-    from vllm_expertplex.planner.hardware import GPUS, load_gpu
-    from vllm_expertplex.planner.impossible import Infeasible
+    from vllm_expertplex.planner.hardware import load_gpu
     from vllm_expertplex.planner.model_configs import load_model
     from vllm_expertplex.planner.setup import setting
 
-    known = re.search(rf"\b({'|'.join(GPUS)})\b", name.lower())
+    gpus, name = machine
+    known = re.search(rf"\b({'|'.join(HOPPER)})\b", name.lower())
     # Those on PCIe have fewer SMs, and a MIG instance has a part of them.
     if known is None or re.search("pcie|mig", name.lower()):
-        raise ValueError(f"{name} is none of the GPUs the planner knows: {', '.join(GPUS)}")
+        raise ValueError(f"{name} is none of the GPUs it is planned for: {', '.join(HOPPER)} (SXM)")
     model = getattr(args, "model_tag", None) or args.model
     spec = load_model(_config(model, args), called=model)
     found = setting(spec, load_gpu(known[1]), WORKLOAD, TTFT_S, TPOT_S)
     # Attention of several ranks costs collectives: only for those who ask for it.
-    found = found._replace(ranks=args.tensor_parallel_size)
-    try:
-        return find_plan(found, gpus)
-    except Infeasible as apart:
-        try:  # experts on every GPU, beside attention, need less of each
-            return find_plan(found, gpus, shared=True)
-        except ValueError:
-            raise apart from None
+    return find_plan(found._replace(ranks=args.tensor_parallel_size), gpus)
 
 
 def _config(model: str, args: argparse.Namespace) -> str:
