@@ -64,7 +64,8 @@ def _ranks(setting: Setting, gpus: int) -> str | None:
 
 def _memory(setting: Setting, gpus: int) -> str | None:
     memory, model = setting.memory(), setting.model
-    most = min(gpus - 2, model.experts)
+    attention = 2 * min(setting.widths)
+    most = min(gpus - attention, model.experts)
     need = float(memory.moe_server(1.0, 1.0, most))
     if need <= memory.usable:
         return None
@@ -76,7 +77,7 @@ def _memory(setting: Setting, gpus: int) -> str | None:
     )
     ways = []
     if fewest:
-        ways.append(f"at least {fewest + 2} of these GPUs")
+        ways.append(f"at least {fewest + attention} of these GPUs")
     size = need / setting.assumptions.memory_utilisation / 1e9
     ways.append(f"GPUs of {size:.0f} GB or more")
     if model.expert_bytes > 0.9:
