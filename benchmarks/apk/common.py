@@ -4,12 +4,13 @@ results as a table.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_expertplex.cuda.graph import captured_times
+from vllm_expertplex.moe_server.apk.kernel import RunTimes
 
 HBM_TBPS, FP8_TFLOPS = 4.3, 1580.0  # measured on an H200: device copy, large FP8 product
 MODELS = {"GLM-5.1": (6144, 2048), "M2.7": (3072, 1536)}  # hidden, intermediate
@@ -84,6 +86,20 @@ def replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 def percentile(values: list[float], p: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(p / 100 * len(ordered)))]
+
+
+def inside_us(results: Sequence[RunTimes]) -> float:
+    """Median microseconds in the kernel, from submission to done, of runs of one operation."""
+    return statistics.median((r.operations[0][2] - r.operations[0][0]) / 1e3 for r in results)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark whose rows go to `report`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    return parser
 
 
 def report(benchmark: str, rows: list[dict], path: Path | None) -> None:

@@ -8,13 +8,10 @@ decode tiles of half the columns (`KernelShape(decode_n=64)`). Both must answer 
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from pathlib import Path
-
 import torch
-from common import HBM_TBPS, MODELS, report, row
+from common import HBM_TBPS, MODELS, arguments, inside_us, report, row
 from fig13 import make_layers
+from fig15 import fill
 from rich.progress import track
 
 from vllm_expertplex.moe_server.apk import structs
@@ -29,16 +26,13 @@ TOKENS = (8, 16, 32, 64, 128)
 APART = 1e-5  # results are bf16 sums of the same products
 
 
-def fill(op: OperationTemplate, tokens: int) -> int:
+def spread(op: OperationTemplate, tokens: int) -> int:
     """The same operands for any kernel; returns how many of its experts they reach."""
     torch.manual_seed(tokens)
-    op.tokens.copy_(torch.randn(tokens, op.shape.hidden, device="cuda").to(op.tokens.dtype))
-    op.token_scales.fill_(0.01)
+    fill(op, tokens)
     chosen = [torch.randperm(EXPERTS, device="cuda")[:TOP_K] for _ in range(tokens)]
     ids = torch.stack(chosen).int() - (EXPERTS - HELD)  # negative: elsewhere
     op.expert_ids.copy_(ids)
-    op.expert_weights.fill_(1 / TOP_K)
-    op.set_tokens(tokens)
     return int(ids[ids >= 0].unique().numel())
 
 
@@ -47,7 +41,7 @@ def measure(
 ) -> tuple[float, int, torch.Tensor]:
     """Microseconds of an operation, experts it reads, its result [tokens, hidden]."""
     op = OperationTemplate(kernel.shape, tokens, False, kernel.device)
-    active = fill(op, tokens)
+    active = spread(op, tokens)
     runs = [
         kernel.prepare(
             [op], layers, [(0, structs.DECODE, op.operation(0, 0, layer=n, x_moe=active))]
@@ -55,16 +49,11 @@ def measure(
         for n in range(len(layers))
     ]
     results = [r.run() for r in runs * 5][len(runs) :]
-    us = statistics.median((r.operations[0][2] - r.operations[0][0]) / 1e3 for r in results)
-    return us, active, op.result.float().clone()
+    return inside_us(results), active, op.result.float().clone()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     h, i = MODELS["M2.7"]
     shapes = [KernelShape(h, i, HELD, TOP_K, decode_n=n) for n in COLUMNS]
     layers = make_layers(shapes[0], 2)

@@ -8,10 +8,7 @@ follows the number of active experts, not that of rows. Weights rotate over laye
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from common import report
+from common import arguments, report
 from fig13 import masked
 
 MODEL, EXPERTS, LAYERS = "M2.7", 64, 4
@@ -20,11 +17,7 @@ ROWS = (1, 16, 64, 128)  # of each active expert
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     found: list[dict] = []
     for rows in ROWS:
         masked(MODEL, EXPERTS, list(ACTIVE), rows, LAYERS, {}, found)

@@ -10,15 +10,14 @@ kernel takes.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 
 import torch
 from common import (
     FP8_TFLOPS,
     HBM_TBPS,
     MODELS,
+    arguments,
     gemm_error,
     graph_us,
     random_fp8,
@@ -250,10 +249,7 @@ def masked(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="few shapes")
     parser.add_argument(
         "--tune", action="store_true", help="also the tile parameters, on one shape"

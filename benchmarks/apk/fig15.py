@@ -8,13 +8,11 @@ given. M2.7 shapes, 8 experts, every token routed to all of them.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections import defaultdict
-from pathlib import Path
 
 import torch
-from common import MODELS, percentile, report, row
+from common import MODELS, arguments, percentile, report, row
 from fig13 import make_layers
 
 from vllm_expertplex.moe_server.apk import structs
@@ -147,11 +145,7 @@ def waits(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     h, i = MODELS["M2.7"]
     shape = KernelShape(h, i, experts=8, top_k=8)
     kernel, layers = PersistentKernel(shape), make_layers(shape, 2)

@@ -9,13 +9,21 @@ over four layers.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from common import FP8_TFLOPS, HBM_TBPS, MODELS, graph_us, random_scales, report, row
+from common import (
+    FP8_TFLOPS,
+    HBM_TBPS,
+    MODELS,
+    arguments,
+    graph_us,
+    inside_us,
+    random_scales,
+    report,
+    row,
+)
 from deepgemm import Config
 from fig13 import make_layers, peer
 from fig15 import fill
@@ -95,11 +103,7 @@ def unfused(op: OperationTemplate, layers: list[LayerWeights]) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     h, i = MODELS["M2.7"]
     shape = KernelShape(h, i, experts=8, top_k=8)
     kernel, layers = PersistentKernel(shape), make_layers(shape, LAYERS)
@@ -115,7 +119,7 @@ def main() -> None:
             for n in range(LAYERS)
         ]
         results = [r.run() for r in runs * 3]  # the last layer's last
-        inside = statistics.median((r.operations[0][2] - r.operations[0][0]) / 1e3 for r in results)
+        inside = inside_us(results)
         chains = unfused(op, layers)
         fastest = min(chains, key=lambda name: chains[name])
         floor = max(6.0 * 8 * tokens * h * i / FP8_TFLOPS / 1e6, 8 * 3 * h * i / HBM_TBPS / 1e6)

@@ -9,13 +9,12 @@ word.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
 
 import torch
-from common import HBM_TBPS, MODELS, percentile, report, row
+from common import HBM_TBPS, MODELS, arguments, percentile, report, row
 from fig13 import make_layers
 
 # The client that the GPU tests use.
@@ -34,10 +33,7 @@ CAPACITY = 2048
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--operations", type=int, default=500, help="per row and source")
     args = parser.parse_args()
     h, i = MODELS["M2.7"]

@@ -9,14 +9,12 @@ on the GPU ("exclusive"); the other ways run DeepGEMM's.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import NamedTuple
 
 import mps
 import torch
-from common import report, row
+from common import arguments, report, row
 from cuda.bindings import driver as cu
 from fig13 import make_layers
 from pair import (
@@ -185,10 +183,7 @@ def others(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--no-mps", action="store_true", help="where no MPS daemon can be started")
     args = parser.parse_args()
     kernel, layers = PersistentKernel(shape()), make_layers(shape(), 2)
