@@ -92,9 +92,9 @@ def _shared_memory(setting: Setting, gpus: int) -> str | None:
 
     def room(count: int) -> tuple[int, float]:
         """Requests, and bytes of a GPU with all its weights and buffers."""
-        memory = setting._replace(sharing=Sharing(Layout(1, 1, count), 50, 50)).memory()
-        readers = 2 if count == 1 else 1
-        held = float(memory.moe_server(1, 1, count)) + readers * memory.attention_server(1)
+        sharing = Sharing(Layout(1, 1, count), 50, 50)
+        memory = setting._replace(sharing=sharing).memory()
+        held = float(memory.moe_server(1, 1, count)) + sharing.readers * memory.attention_server(1)
         return memory.requests(1, length), held
 
     requests, need = room(gpus)

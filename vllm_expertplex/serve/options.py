@@ -55,7 +55,7 @@ def add_options(parser: Any) -> Any:
         action=_ServeAction,
         help="Numbers of prefill, decode and MoE servers, for example 1P1D1E (the default on CPUs) "
         "or 1P3D4E. Prefill and decode servers hold attention, MoE servers hold every expert once. "
-        "On GPUs the default is planned for all that are visible.",
+        "On GPUs the default takes all that are visible.",
     )
     group.add_argument(
         "--expertplex-config",
@@ -190,8 +190,10 @@ def check(args: argparse.Namespace) -> ExpertPlexConfig:
         error("the --expertplex-* options need --executor expertplex")
     refuse(args, [allowing_dummy_weights(refusal) for refusal in REFUSALS])
     try:
-        args.tensor_parallel_size = _config(args, {}).tensor_parallel_size
-        config = _config(args, _planned(args))
+        config = _config(args, {})
+        args.tensor_parallel_size = config.tensor_parallel_size
+        if planned := _planned(args):
+            config = _config(args, planned)
     except ValueError as invalid:
         error(str(invalid))
     if config.trace is not None:

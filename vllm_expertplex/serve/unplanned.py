@@ -7,7 +7,7 @@ one is served.
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
@@ -23,11 +23,6 @@ HOPPER = ("h100", "h200", "h800")  # of those the planner knows
 OVERLAPPED_TOKENS = 2048  # of a prefill step that is cut in two: what was measured on shared GPUs
 
 
-class Machine(NamedTuple):
-    gpus: int
-    name: str
-
-
 def choose(args: argparse.Namespace) -> dict[str, int]:
     """Take a layout for all visible GPUs, and return the options that go with it.
 
@@ -40,13 +35,13 @@ def choose(args: argparse.Namespace) -> dict[str, int]:
 
     if current_platform.is_cpu() or not (gpus := current_platform.device_count()):
         return {}  # without a GPU the deployment says so
-    machine = Machine(gpus, current_platform.get_device_name())
+    name = current_platform.get_device_name()
     ranks, why = args.tensor_parallel_size, "so few GPUs share experts and attention"
     if gpus >= 3 or ranks > 1:
         from vllm_expertplex.planner.impossible import Infeasible
 
         try:
-            plan = _plan(args, machine)
+            plan = _plan(args, gpus, name)
         except (ValueError, OSError) as error:
             if ranks > 1 or not isinstance(error, Infeasible):
                 logger.warning("No --expertplex-layout was given and none is planned: %s", error)
@@ -56,7 +51,7 @@ def choose(args: argparse.Namespace) -> dict[str, int]:
             logger.info(
                 "No --expertplex-layout was given: %s is planned for %d x %s, ShareGPT lengths, "
                 "TTFT %g s and TPOT %g s. `vllm-expertplex plan` says why, and plans other loads.",
-                *(plan.served, *machine, TTFT_S, TPOT_S),
+                *(plan.served, gpus, name, TTFT_S, TPOT_S),
             )
             return follow(args, plan, f"a plan for {gpus} x {plan.gpu}")
     args.expertplex_layout = f"1P1D{gpus}E"
@@ -64,14 +59,13 @@ def choose(args: argparse.Namespace) -> dict[str, int]:
     return {"tbo_tokens": OVERLAPPED_TOKENS}
 
 
-def _plan(args: argparse.Namespace, machine: Machine) -> "Plan":
+def _plan(args: argparse.Namespace, gpus: int, name: str) -> "Plan":
     # numpy and the planner: only for those who need a plan.
     from vllm_expertplex.planner.cli import find_plan
     from vllm_expertplex.planner.hardware import load_gpu
     from vllm_expertplex.planner.model_configs import load_model
     from vllm_expertplex.planner.setup import setting
 
-    gpus, name = machine
     known = re.search(rf"\b({'|'.join(HOPPER)})\b", name.lower())
     # Those on PCIe have fewer SMs, and a MIG instance has a part of them.
     if known is None or re.search("pcie|mig", name.lower()):
