@@ -12,13 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from vllm_expertplex.cuda.graph import captured_times
-from vllm_expertplex.moe_server.apk.kernel import RunTimes
+
+if TYPE_CHECKING:  # needs CUDA's bindings, which not all who import this have
+    from vllm_expertplex.moe_server.apk.kernel import RunTimes
 
 HBM_TBPS, FP8_TFLOPS = 4.3, 1580.0  # measured on an H200: device copy, large FP8 product
 MODELS = {"GLM-5.1": (6144, 2048), "M2.7": (3072, 1536)}  # hidden, intermediate
